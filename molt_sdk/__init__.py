@@ -1,0 +1,1 @@
+"""molt_sdk: train LLM agents that are ordinary async Python functions."""

@@ -1,0 +1,1 @@
+"""Engines: token ids in, sampled ids with logprobs and versions out."""

@@ -1,0 +1,355 @@
+"""The records: what a user's agent asked, what the model sampled, what it was worth.
+
+All are frozen. While a policy runs, a private recorder (graph.py) is mutable; the records are built when its rewards
+are in. Token ids are int32, logprobs float32 (natural log, after temperature), kept as raw bytes and given out as lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NotRequired, Required, TypedDict
+
+import msgspec
+from msgspec import Struct, field
+
+from molt_sdk.packed import Span, from_spans, unpack_floats, unpack_ints
+
+
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+    """The arguments as JSON text, as in OpenAI's API."""
+
+
+class ToolCall(TypedDict):
+    """One call of a tool, in OpenAI's shape."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(TypedDict, total=False):
+    """One chat message, in OpenAI's shape."""
+
+    role: Required[str]
+    content: NotRequired[str | list[dict[str, Any]] | None]
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    reasoning: NotRequired[str]
+
+
+MAIN_AGENT = "main"
+"""Name of the agent that the policy itself is; forks have names of their own."""
+
+Status = Literal[
+    "ok",
+    "truncated",
+    "rejected",
+    "agent_error",
+    "env_error",
+    "reward_error",
+    "infra_error",
+    "timeout",
+    "cancelled",
+]
+FinishReason = Literal["stop", "length"]
+
+
+class Task(Struct, frozen=True):
+    """One question for an agent. ``prompt`` is text or a list of messages; ``id`` defaults to a hash of the content."""
+
+    prompt: str | list[Message] = ""
+    answer: Any = None
+    id: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            content = msgspec.json.encode([self.prompt, self.answer, self.metadata], enc_hook=repr, order="sorted")
+            msgspec.structs.force_setattr(self, "id", hashlib.sha256(content).hexdigest()[:12])
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sample one completion. Every field is sent to the engine explicitly; nothing is left to server defaults.
+
+    temperature: 0 is greedy; training needs > 0.  top_p, top_k, min_p: 1.0, 0, 0.0 switch the filter off.
+    max_tokens: most new tokens of one call (clamped to the room left in the context).
+    stop: strings that end the completion (the sampled tokens up to and including the match are kept).
+    seed: mixed with task position and trajectory index, so that siblings differ.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        from molt_sdk.errors import ConfigError
+
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"sampling: {name}={getattr(self, name)!r} is not valid; {name} must be {rule}")
+
+        need(0.0 <= self.temperature < float("inf"), "temperature", "a finite number >= 0")
+        need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
+        need(self.top_k >= 0, "top_k", ">= 0 (0 switches it off)")
+        need(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
+        need(self.max_tokens >= 1, "max_tokens", ">= 1")
+        need(all(self.stop), "stop", "non-empty strings")
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """One model call: what was asked, what was sampled.
+
+    ``parent`` is the id of the turn that it extends: its prompt starts with the parent's prompt + completion, token for
+    token. A root has ``parent=None`` and says why in ``fork_reason``. Only what the parent does not hold is stored.
+    """
+
+    id: int
+    """Index in ``trajectory.turns``; the order in which the calls were answered."""
+    parent: int | None
+    fork_reason: str
+    agent: str
+    trainable: bool
+    new_messages: list[Message]
+    """Messages after the parent's conversation; all messages for a root."""
+    tools: tuple[dict[str, Any], ...]
+    """JSON schemas offered in this call, in OpenAI's shape."""
+    sampling: SamplingParams
+    message: Message
+    """The reply, parsed."""
+    finish_reason: FinishReason
+    context_i32: bytes
+    """Prompt ids after the parent's prompt + completion; the whole prompt for a root."""
+    completion_i32: bytes
+    logprobs_f32: bytes
+    version_spans: tuple[Span, ...]
+    reward: float | None = None
+    seconds: float = 0.0
+    parent_turn: Turn | None = None
+    """The record of ``parent``; never stored twice."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Every id the engine was given, shape [prompt]."""
+        return unpack_ints(self.prompt_i32)
+
+    @property
+    def prompt_i32(self) -> bytes:
+        parts: list[bytes] = [self.context_i32]
+        turn = self.parent_turn
+        while turn is not None:
+            parts += (turn.completion_i32, turn.context_i32)
+            turn = turn.parent_turn
+        return b"".join(reversed(parts))
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        """The sampled ids, the end-of-turn token included, shape [completion]."""
+        return unpack_ints(self.completion_i32)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The sampler's log-probability of each completion token, after temperature, shape [completion]."""
+        return unpack_floats(self.logprobs_f32)
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy version that sampled each completion token, shape [completion]."""
+        return from_spans(self.version_spans)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the request, without the reply."""
+        head = [*self.parent_turn.messages, self.parent_turn.message] if self.parent_turn else []
+        return [*head, *self.new_messages]
+
+
+class ToolExecution(Struct, frozen=True, kw_only=True):
+    """One executed tool call: arguments in, message out."""
+
+    call: ToolCall
+    message: Message
+    agent: str = MAIN_AGENT
+    error: str | None = None
+    """Traceback when the tool raised, or why the call could not be executed."""
+    stop: bool = False
+    """The tool raised ``Stop``."""
+    seconds: float = 0.0
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One token-exact training row: a path from a root of the turn forest to a leaf. All lists have shape [tokens].
+
+    ``loss_mask`` is 1 on a token that was sampled and is trained in this row (a token that several leaves share is
+    trained in the first only). On context, ``rollout_logprobs`` is 0.0, ``versions`` and ``turn_ids`` are -1.
+    """
+
+    trajectory_id: str
+    token_ids_i32: bytes
+    loss_mask_u8: bytes
+    logprobs_f32: bytes
+    version_spans: tuple[Span, ...]
+    turn_spans: tuple[Span, ...]
+    temperatures_f32: bytes
+
+    @property
+    def token_ids(self) -> list[int]:
+        return unpack_ints(self.token_ids_i32)
+
+    @property
+    def loss_mask(self) -> list[int]:
+        return list(self.loss_mask_u8)
+
+    @property
+    def rollout_logprobs(self) -> list[float]:
+        return unpack_floats(self.logprobs_f32)
+
+    @property
+    def versions(self) -> list[int]:
+        return from_spans(self.version_spans)
+
+    @property
+    def turn_ids(self) -> list[int]:
+        return from_spans(self.turn_spans)
+
+    @property
+    def temperatures(self) -> list[float]:
+        return unpack_floats(self.temperatures_f32)
+
+    def __len__(self) -> int:
+        return len(self.loss_mask_u8)
+
+
+class Trajectory(Struct, frozen=True, kw_only=True):
+    """One run of a policy on one task."""
+
+    id: str
+    task: Task
+    turns: tuple[Turn, ...] = ()
+    status: Status = "ok"
+    reward: float | None = None
+    """The scalar that is trained on; None until scored, and for everything that failed."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Named parts, unweighted; metrics (weight 0) included."""
+    agent_rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards that forks gave themselves with ``model.reward``."""
+    output: Any = None
+    """What the policy returned, where rewards come from elsewhere."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the policy logged with ``model.log``."""
+    tool_executions: tuple[ToolExecution, ...] = ()
+    error: str | None = None
+    """Traceback of what failed, or the reason of a rejection."""
+    policy: str = ""
+    environment: str = ""
+    position: int = 0
+    """Position of the task in the stream of the run."""
+    index: int = 0
+    """Index among the siblings of its group."""
+    attempt: int = 0
+    split: str = "train"
+    started: float = 0.0
+    """Unix time in seconds."""
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Text of the last reply; "" when the model was never called."""
+        content = self.turns[-1].message.get("content") if self.turns else None
+        return content if isinstance(content, str) else ""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the last call with its reply."""
+        return [*self.turns[-1].messages, self.turns[-1].message] if self.turns else []
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """All tool calls that the model made, in order."""
+        return [call for turn in self.turns for call in turn.message.get("tool_calls") or ()]
+
+    @property
+    def agents(self) -> list[str]:
+        """Names of the agents that called the model, in order of their first call."""
+        return list(dict.fromkeys(turn.agent for turn in self.turns))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest policy version of any trainable sampled token."""
+        return min((v for t in self.turns if t.trainable for v, _, _ in t.version_spans), default=None)
+
+    @property
+    def scored(self) -> bool:
+        """Whether it can be trained on: it ended on its own terms and has a reward."""
+        return self.reward is not None and self.status in ("ok", "truncated", "agent_error")
+
+    def agent_reward(self, agent: str) -> float | None:
+        """What the tokens of ``agent`` are trained on: its own reward if it has one, else the trajectory's, plus the
+        rewards of its turns."""
+        base = self.agent_rewards.get(agent, self.reward)
+        if base is None:
+            return None
+        return base + sum(t.reward for t in self.turns if t.agent == agent and t.reward is not None)
+
+    def samples(self) -> list[Sample]:
+        """Training rows, one per leaf of the turn forest, depth first."""
+        from molt_sdk.graph import samples
+
+        return samples(self)
+
+    def certify(self) -> Certificate:
+        """Prove from the record alone that every trained token is exact; see :class:`Certificate`."""
+        from molt_sdk.graph import certify
+
+        return certify(self)
+
+
+class Certificate(Struct, frozen=True, kw_only=True):
+    """Result of ``certify()``: prefix, mask, exactly-once, versions and lengths checked; ``problems`` is empty if exact."""
+
+    trained_tokens: int
+    context_tokens: int
+    abandoned_tokens: int
+    """Sampled but masked: a best-of-n reply that was not continued and has no reward of its own."""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class TrajectoryGroup(Struct, frozen=True, kw_only=True):
+    """The trajectories of one task position, whose rewards are compared with each other."""
+
+    task: Task
+    position: int
+    epoch: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [t.reward for t in self.trajectories]
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        return [t for t in self.trajectories if t.scored]
+
+    def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+
+JsonSchema = Mapping[str, Any]
+Messages = Sequence[Message]
