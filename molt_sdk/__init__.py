@@ -1,1 +1,82 @@
-"""molt_sdk: train LLM agents that are ordinary async Python functions."""
+"""molt_sdk: train LLM agents that are ordinary async Python functions.
+
+Decorate a function with ``@policy``, call ``fit``. Every model call is recorded token for token, and only what the model
+sampled is trained.
+"""
+
+from molt_sdk.config import RolloutConfig
+from molt_sdk.decorators import environment, policy, reward, tool
+from molt_sdk.errors import (
+    ConfigError,
+    ContextLengthError,
+    DefinitionError,
+    EngineError,
+    EngineReplyError,
+    ModelClosedError,
+    ModelPathError,
+    MoltError,
+    RequestError,
+    RewardError,
+    RunFailedError,
+    StoreError,
+    TemplateError,
+    TrainingError,
+    UnsupportedSamplingError,
+)
+from molt_sdk.evaluate import Evaluation, aevaluate, arollout, evaluate, rollout
+from molt_sdk.fit import FitConfig, afit, fit
+from molt_sdk.model import Model, Reject, Reply, Stop
+from molt_sdk.run import Run, open_run
+from molt_sdk.types import (
+    Message,
+    SamplingParams,
+    Task,
+    ToolCall,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+
+__all__ = [
+    "ConfigError",
+    "ContextLengthError",
+    "DefinitionError",
+    "EngineError",
+    "EngineReplyError",
+    "Evaluation",
+    "FitConfig",
+    "Message",
+    "Model",
+    "ModelClosedError",
+    "ModelPathError",
+    "MoltError",
+    "Reject",
+    "Reply",
+    "RequestError",
+    "RewardError",
+    "RolloutConfig",
+    "Run",
+    "RunFailedError",
+    "SamplingParams",
+    "Stop",
+    "StoreError",
+    "Task",
+    "TemplateError",
+    "ToolCall",
+    "TrainingError",
+    "Trajectory",
+    "TrajectoryGroup",
+    "Turn",
+    "UnsupportedSamplingError",
+    "aevaluate",
+    "afit",
+    "arollout",
+    "environment",
+    "evaluate",
+    "fit",
+    "open_run",
+    "policy",
+    "reward",
+    "rollout",
+    "tool",
+]

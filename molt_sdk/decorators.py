@@ -111,9 +111,7 @@ def check_policy(fn: Any) -> None:
 def environment(cls: C, *, name: str | None = None, max_turns: int | None = None) -> C: ...
 @overload
 def environment(cls: None = None, *, name: str | None = None, max_turns: int | None = None) -> Callable[[C], C]: ...
-def environment(
-    cls: C | None = None, *, name: str | None = None, max_turns: int | None = None
-) -> C | Callable[[C], C]:
+def environment(cls: C | None = None, *, name: str | None = None, max_turns: int | None = None) -> C | Callable[[C], C]:
     """Mark a class as an environment: state, tools and rewards of one episode; one instance per trajectory.
 
     ``max_turns`` bounds the tool loop of ``model.run`` for this environment.

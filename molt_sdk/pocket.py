@@ -41,7 +41,9 @@ def pocket_model(
     if "{" not in template and template not in TEMPLATES:
         from molt_sdk.errors import ConfigError
 
-        raise ConfigError(f"pocket_model: no template named {template!r}; give Jinja text or one of {sorted(TEMPLATES)}")
+        raise ConfigError(
+            f"pocket_model: no template named {template!r}; give Jinja text or one of {sorted(TEMPLATES)}"
+        )
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     heads, kv_heads = 4, 2

@@ -1,0 +1,313 @@
+"""What a user handed to ``fit``, ``evaluate`` or ``rollout``: checked and put into one shape before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from molt_sdk.decorators import EnvironmentMark, PolicyMark, RewardMark, check_policy, mark_of, where
+from molt_sdk.errors import ConfigError, DefinitionError
+from molt_sdk.model import Model, describe
+from molt_sdk.tools import tools_from
+from molt_sdk.types import Task
+
+Policy = Callable[[Any, Model], Awaitable[Any]]
+
+
+class RewardSpec(Struct, frozen=True):
+    """One reward part. ``fn`` is a function, or the name of a method of the environment."""
+
+    name: str
+    weight: float
+    timeout: float | None
+    group: bool
+    fn: Any
+    method: bool
+
+
+class Agent(Struct, frozen=True):
+    """A policy with its environment, tools, rewards and tasks."""
+
+    policy: Policy
+    policy_name: str
+    environment: type | None
+    tools: tuple[Any, ...]
+    rewards: tuple[RewardSpec, ...]
+    tasks: TaskSource
+
+    @property
+    def environment_name(self) -> str:
+        return describe(self.environment) if self.environment else ""
+
+    @property
+    def max_turns(self) -> int | None:
+        mark = mark_of(self.environment) if self.environment else None
+        return mark.max_turns if isinstance(mark, EnvironmentMark) else None
+
+    @property
+    def reward_from_policy(self) -> bool:
+        """The number that the policy returns is the reward."""
+        return not self.rewards
+
+
+class TaskSource:
+    """Where tasks come from; each epoch is asked for anew.
+
+    A finite list is reshuffled every epoch (seeded) if ``shuffle``; an environment's ``tasks(split, seed)`` is streamed
+    as it is and asked for ``seed + 1`` when it ends; a one-shot iterator ends the stream.
+    """
+
+    def __init__(self, source: Any, *, split: str, seed: int, place: str) -> None:
+        self._source = source
+        self._split = split
+        self._seed = seed
+        self._place = place
+        if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+            if not source:
+                raise ConfigError(f"{place} is empty; give at least one task")
+            for i, row in enumerate(source):
+                to_task(row, f"{place}[{i}]")
+        elif not callable(source) and not isinstance(source, Iterable | AsyncIterable):
+            raise ConfigError(f"{place} must be an iterable of Task or dict rows, got {type(source).__name__}")
+        elif isinstance(source, str | bytes | Mapping):
+            raise ConfigError(f"{place} must be an iterable of Task or dict rows, got {type(source).__name__}")
+
+    @property
+    def restartable(self) -> bool:
+        """Whether it can be asked again from the start; a one-shot iterator cannot."""
+        return not isinstance(self._source, Iterator | AsyncIterator)
+
+    async def epoch(self, number: int, *, shuffle: bool) -> AsyncIterator[Task]:
+        """Tasks of one epoch. Raises ConfigError for a row that is no task."""
+        rows = self._source
+        if callable(rows):
+            rows = _call_tasks(rows, self._split, self._seed + number)
+            if inspect.isawaitable(rows):
+                rows = await rows
+        elif isinstance(rows, Sequence) and shuffle:
+            rows = random.Random(f"{self._seed}:{number}").sample(list(rows), len(rows))
+        i = 0
+        if isinstance(rows, AsyncIterable):
+            async for row in rows:
+                yield to_task(row, f"{self._place} row {i}")
+                i += 1
+        elif isinstance(rows, Iterable):
+            for row in rows:
+                yield to_task(row, f"{self._place} row {i}")
+                i += 1
+        else:
+            raise ConfigError(f"{self._place} gave {type(rows).__name__}; expected an iterable of Task or dict rows")
+
+    async def stream(self) -> AsyncIterator[tuple[int, int, Task]]:
+        """(position, epoch, task) without end, or until a one-shot iterator is used up."""
+        position = 0
+        epoch = 0
+        while True:
+            before = position
+            async for task in self.epoch(epoch, shuffle=True):
+                yield position, epoch, task
+                position += 1
+            if position == before and self.restartable:
+                raise ConfigError(f"{self._place} gave no task in epoch {epoch} (split {self._split!r})")
+            if not self.restartable:
+                return
+            epoch += 1
+
+    async def once(self, limit: int | None) -> list[Task]:
+        """The first ``limit`` tasks in their own order. Raises ConfigError if there is none."""
+        tasks: list[Task] = []
+        async for task in self.epoch(0, shuffle=False):
+            tasks.append(task)
+            if limit is not None and len(tasks) >= limit:
+                break
+        if not tasks:
+            raise ConfigError(f"{self._place} is empty (split {self._split!r}); give at least one task")
+        return tasks
+
+
+def _call_tasks(fn: Callable[..., Any], split: str, seed: int) -> Any:
+    parameters = inspect.signature(fn).parameters
+    offered = {"split": split, "seed": seed}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return fn(**offered)
+    return fn(**{name: value for name, value in offered.items() if name in parameters})
+
+
+def to_task(row: Any, place: str) -> Task:
+    """A Task from a Task or a dict row with "prompt"; other keys become metadata. Raises ConfigError."""
+    if isinstance(row, Task):
+        return row
+    if isinstance(row, Mapping):
+        if "prompt" not in row:
+            raise ConfigError(f'{place}: the row has no "prompt" (keys: {", ".join(map(str, row))})')
+        rest = {str(k): v for k, v in row.items() if k not in ("prompt", "answer", "id", "metadata")}
+        prompt = row["prompt"]
+        if not isinstance(prompt, str) and not isinstance(prompt, list):
+            raise ConfigError(f'{place}: "prompt" is {type(prompt).__name__}; use a string or a list of messages')
+        metadata = {**rest, **row.get("metadata", {})}
+        return Task(prompt=prompt, answer=row.get("answer"), id=str(row.get("id", "")), metadata=metadata)
+    raise ConfigError(f'{place} is {type(row).__name__}; use Task or a dict with "prompt"')
+
+
+def resolve_agent(
+    policy_or_env: Any,
+    env_or_tasks: Any,
+    *,
+    tasks: Any,
+    rewards: Sequence[Any],
+    tools: Sequence[Any],
+    split: str,
+    seed: int,
+    need_reward: bool,
+) -> Agent:
+    """Put together policy, environment, tools, rewards and tasks. Runs no user code but ``tasks``-free checks.
+
+    Raises:
+        DefinitionError, ConfigError: what is wrong, where, and what to write instead.
+    """
+    policy, environment = _policy_and_environment(policy_or_env, env_or_tasks)
+    if env_or_tasks is not None and environment is not env_or_tasks:
+        if tasks is not None:
+            raise ConfigError("tasks were given twice: as the second argument and as tasks=...; give them once")
+        tasks = env_or_tasks
+    if callable(tools) or isinstance(tools, str):
+        tools = [tools]
+    if environment is not None:
+        _check_environment(environment)
+        if tools:
+            raise ConfigError(
+                f"tools=... and environment {environment.__qualname__} were both given; write the tools as @molt.tool "
+                "methods of the environment"
+            )
+    tools_from(list(tools))
+    if policy is not None and tools:
+        raise ConfigError("tools=... belongs to the built-in loop; your policy passes tools to model.run itself")
+    specs = _reward_specs(environment, rewards)
+    policy_fn = policy if policy is not None else _built_in(environment, tuple(tools))
+    if need_reward and not specs:
+        if policy is None:
+            raise ConfigError(
+                "there is no reward source: give rewards=[fn], or an environment with @molt.reward methods, or a policy "
+                "that returns a number"
+            )
+        if inspect.signature(policy).return_annotation in (None, "None", type(None)):
+            raise ConfigError(
+                f"there is no reward source: policy {where(policy)} is annotated to return None, and neither rewards=... "
+                "nor @molt.reward methods are given. Return a number or add a reward"
+            )
+    if tasks is None:
+        tasks = getattr(environment, "tasks", None)
+        if tasks is None:
+            raise ConfigError(
+                "there are no tasks: give tasks=[...] or a static method tasks(split, seed) on the environment"
+            )
+    place = "tasks" if not callable(tasks) else f"{getattr(tasks, '__qualname__', 'tasks')}()"
+    return Agent(
+        policy=policy_fn,
+        policy_name=describe(policy) if policy is not None else "built_in_loop",
+        environment=environment,
+        tools=tuple(tools),
+        rewards=specs,
+        tasks=TaskSource(tasks, split=split, seed=seed, place=place),
+    )
+
+
+def _policy_and_environment(first: Any, second: Any) -> tuple[Any, type | None]:
+    policy: Any = None
+    environment: type | None = None
+    for given in (first, second):
+        if inspect.isclass(given) and given is not Task:
+            if not isinstance(mark_of(given), EnvironmentMark):
+                raise DefinitionError(
+                    f"class {given.__qualname__} is not an environment; decorate it with @molt.environment"
+                )
+            if environment is not None:
+                raise ConfigError(f"two environments were given: {environment.__qualname__} and {given.__qualname__}")
+            environment = given
+    if first is not None and first is not environment:
+        if not callable(first):
+            raise ConfigError(
+                f"the first argument is {type(first).__name__}; it must be a policy or an environment class. Give data "
+                "as tasks=[...]"
+            )
+        if not isinstance(mark_of(first), PolicyMark):
+            check_policy(first)
+        policy = first
+    return policy, environment
+
+
+def _check_environment(environment: type) -> None:
+    tools_from(environment)
+    parameters = list(inspect.signature(environment).parameters.values())
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise DefinitionError(
+            f"environment {environment.__qualname__}.__init__ takes ({', '.join(p.name for p in parameters)}); it is made "
+            "with the task alone: `def __init__(self, task)` or no __init__"
+        )
+
+
+def _reward_specs(environment: type | None, rewards: Sequence[Any]) -> tuple[RewardSpec, ...]:
+    if callable(rewards):
+        rewards = [rewards]
+    specs: list[RewardSpec] = []
+    for name, member in _members(environment):
+        mark = mark_of(member)
+        if isinstance(mark, RewardMark):
+            if mark.group and not isinstance(inspect.getattr_static(environment, name), staticmethod):
+                raise DefinitionError(f"@reward(group=True) {where(member)} must be a @staticmethod (task, group)")
+            fn = getattr(environment, name) if mark.group else name
+            specs.append(RewardSpec(mark.name, mark.weight, mark.timeout, mark.group, fn, not mark.group))
+    for fn in rewards:
+        if not callable(fn):
+            raise DefinitionError(f"rewards=[...] holds {fn!r}; a reward is a function (task, trajectory) -> number")
+        if len([p for p in inspect.signature(fn).parameters.values() if p.default is p.empty]) != 2:
+            raise DefinitionError(f"reward {where(fn)} must take exactly (task, trajectory)")
+        mark = mark_of(fn)
+        if not isinstance(mark, RewardMark):
+            mark = RewardMark(getattr(fn, "__name__", "reward"), 1.0, None, False)
+        specs.append(RewardSpec(mark.name, mark.weight, mark.timeout, mark.group, fn, False))
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise DefinitionError(f"two rewards are named {name!r}; give one of them name=... in @molt.reward")
+    return tuple(specs)
+
+
+def _members(environment: type | None) -> list[tuple[str, Any]]:
+    """Members in definition order, bases first, each name once (the most derived wins)."""
+    if environment is None:
+        return []
+    names = dict.fromkeys(name for cls in reversed(environment.__mro__) for name in vars(cls))
+    return [(name, inspect.getattr_static(environment, name)) for name in names]
+
+
+def _built_in(environment: type | None, tools: tuple[Any, ...]) -> Policy:
+    """The policy of ``fit(tasks=..., tools=...)`` and ``fit(Environment)``: the tool loop on the task's prompt."""
+    if environment is not None:
+
+        async def environment_loop(env: Any, model: Model) -> None:
+            await model.run(env.task.prompt, tools=env)
+
+        return environment_loop
+
+    async def task_loop(task: Task, model: Model) -> None:
+        await model.run(task.prompt, tools=list(tools) or None)
+
+    return task_loop
+
+
+def make_environment(environment: type, task: Task) -> Any:
+    """An instance with ``.task`` set, whether or not its ``__init__`` takes the task."""
+    takes_task = any(
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(environment).parameters.values()
+    )
+    instance = environment(task) if takes_task else environment()
+    if not hasattr(instance, "task"):
+        instance.task = task
+    return instance

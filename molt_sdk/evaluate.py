@@ -1,0 +1,281 @@
+"""``rollout`` and ``evaluate``: run a policy without a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import anyio
+import msgspec
+from msgspec import Struct
+
+from molt_sdk.agent import Agent, resolve_agent
+from molt_sdk.config import RolloutConfig
+from molt_sdk.engines.base import Engine
+from molt_sdk.engines.select import check_engine, check_sampling, running_engine
+from molt_sdk.engines.torch_config import TorchEngineConfig
+from molt_sdk.errors import ConfigError, MoltError
+from molt_sdk.rendering.renderer import Renderer
+from molt_sdk.rollout import Rollouts
+from molt_sdk.store import Store
+from molt_sdk.types import SamplingParams, Task, Trajectory, TrajectoryGroup
+from molt_sdk.workers import WorkerPool
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Evaluation(Struct, frozen=True, kw_only=True):
+    """Result of running a policy on tasks; every mean is over trajectories, never over turns or tokens."""
+
+    groups: list[TrajectoryGroup]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [t for group in self.groups for t in group.trajectories]
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the scored trajectories; None if there are none."""
+        return _mean(t.reward for t in self.trajectories if t.scored)
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Mean of each named reward part over the scored trajectories."""
+        return _means(t.rewards for t in self.trajectories if t.scored)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Mean of what the policy logged, over the trajectories that logged it."""
+        return _means(t.metrics for t in self.trajectories)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Number of trajectories by status, those that ended ``ok`` or ``truncated`` left out."""
+        return dict(Counter(t.status for t in self.trajectories if t.status not in ("ok", "truncated")))
+
+    @property
+    def truncated(self) -> int:
+        return sum(t.status == "truncated" for t in self.trajectories)
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens."""
+        return sampled_tokens(self.trajectories)
+
+    def summary(self) -> dict[str, float]:
+        """Flat numbers for tables and trackers."""
+        flat: dict[str, float] = {"trajectories": len(self.trajectories), "failures": sum(self.failures.values())}
+        if self.reward is not None:
+            flat["reward"] = self.reward
+        flat |= {f"reward/{name}": value for name, value in self.rewards.items()}
+        return flat | {"truncated": self.truncated, "tokens": self.tokens}
+
+
+def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
+    """Tokens that the model sampled, trained or not."""
+    return sum(len(turn.completion_i32) // 4 for t in trajectories for turn in t.turns)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [v for v in values if v is not None]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _means(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            by_name.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
+
+
+async def run_tasks(
+    rollouts: Rollouts,
+    tasks: Sequence[Task],
+    group_size: int,
+    done: Callable[[TrajectoryGroup], Awaitable[None]] | None = None,
+) -> list[TrajectoryGroup]:
+    """All groups, concurrently, in task order; ``done`` is awaited for each as it finishes."""
+    groups: list[TrajectoryGroup | None] = [None] * len(tasks)
+
+    async def one(i: int) -> None:
+        group = await rollouts.group(tasks[i], i, 0, group_size)
+        groups[i] = group
+        if done is not None:
+            await done(group)
+
+    try:
+        async with anyio.create_task_group() as task_group:
+            for i in range(len(tasks)):
+                task_group.start_soon(one, i)
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [group for group in groups if group is not None]
+
+
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error inside nested groups, so that users see a plain exception."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def arollout(
+    policy_or_env: Any = None,
+    env_or_tasks: Any = None,
+    *,
+    model: str | None = None,
+    engine: str | Engine = "auto",
+    tasks: Any = None,
+    rewards: Sequence[Any] = (),
+    tools: Sequence[Any] = (),
+    sampling: SamplingParams | None = None,
+    group_size: int = 1,
+    limit: int | None = None,
+    max_concurrent: int | None = None,
+    timeout: float | None = None,
+    seed: int = 0,
+    split: str = "train",
+    run_dir: str | None = None,
+    config: RolloutConfig | None = None,
+    torch_engine: TorchEngineConfig | None = None,
+) -> list[TrajectoryGroup]:
+    """Run a policy on tasks and return the recorded groups, in task order. Nothing is trained.
+
+    Args:
+        policy_or_env, env_or_tasks, tasks, rewards, tools: as in :func:`fit`; rewards are optional here.
+        model: model directory; not needed with an Engine object.
+        engine: "auto", "torch", or an Engine object (it stays open; close it yourself).
+        group_size: trajectories per task.  limit: most tasks.  split: passed to the environment's ``tasks``.
+        max_concurrent, timeout: set the fields of ``config`` (:class:`RolloutConfig`).
+        run_dir: also store the trajectories there, readable with ``open_run``.
+
+    Raises:
+        MoltError: for what is wrong with the arguments, before anything is loaded. What goes wrong inside a trajectory
+            is a status, never an exception.
+    """
+    agent = resolve_agent(
+        policy_or_env,
+        env_or_tasks,
+        tasks=tasks,
+        rewards=rewards,
+        tools=tools,
+        split=split,
+        seed=seed,
+        need_reward=False,
+    )
+    config = with_keywords(config or RolloutConfig(), "config", max_concurrent=max_concurrent, timeout=timeout)
+    return await _run(
+        agent,
+        model,
+        engine,
+        sampling or SamplingParams(),
+        config,
+        torch_engine or TorchEngineConfig(),
+        group_size=group_size,
+        limit=limit,
+        seed=seed,
+        split=split,
+        run_dir=run_dir,
+    )
+
+
+async def _run(
+    agent: Agent,
+    model: str | None,
+    engine: str | Engine,
+    sampling: SamplingParams,
+    config: RolloutConfig,
+    torch_engine: TorchEngineConfig,
+    *,
+    group_size: int,
+    limit: int | None,
+    seed: int,
+    split: str,
+    run_dir: str | None,
+) -> list[TrajectoryGroup]:
+    if group_size < 1:
+        raise ConfigError(f"group_size={group_size} must be at least 1")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit={limit} must be at least 1")
+    path = check_engine(engine, model)
+    renderer = Renderer(path)
+    check_sampling(sampling, renderer)
+    rows = await agent.tasks.once(limit)
+    settings = {"sampling": sampling, "rollout": config, "group_size": group_size, "seed": seed, "model": path}
+    meta = {"kind": "rollout", "policy": agent.policy_name, "environment": agent.environment_name}
+    store = Store.create(run_dir, meta=meta, config=msgspec.to_builtins(settings)) if run_dir is not None else None
+    pool = WorkerPool(config.threads)
+    try:
+        async with running_engine(engine, path, torch_engine) as live:
+            rollouts = Rollouts(
+                agent, live, renderer, pool, sampling=sampling, config=config, seed=seed, training=False, split=split
+            )
+            return await run_tasks(rollouts, rows, group_size, store.add_group if store is not None else None)
+    finally:
+        pool.close()
+        if store is not None:
+            with anyio.CancelScope(shield=True):
+                await store.close()
+
+
+async def aevaluate(
+    policy_or_env: Any = None,
+    env_or_tasks: Any = None,
+    *,
+    split: str = "eval",
+    **arguments: Any,
+) -> Evaluation:
+    """Run a policy on tasks and sum up; arguments as in :func:`rollout`, with ``split="eval"``."""
+    return Evaluation(groups=await arollout(policy_or_env, env_or_tasks, split=split, **arguments))
+
+
+def blocking(twin: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P, T]:
+    """The blocking form of an async function, with its signature: it runs on a loop of its own.
+
+    Inside a running event loop it raises MoltError, naming the twin to await instead.
+    """
+
+    @functools.wraps(twin)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(twin(*args, **kwargs))
+        raise MoltError(f"{name}() was called inside a running event loop; use `await {twin.__name__}(...)` there")
+
+    run.__name__ = run.__qualname__ = name
+    del run.__wrapped__  # type: ignore[attr-defined]  # else inspect takes it for the coroutine function
+    run.__signature__ = inspect.signature(twin)  # type: ignore[attr-defined]
+    return run
+
+
+rollout = blocking(arollout, "rollout")
+evaluate = blocking(aevaluate, "evaluate")
+
+
+S = TypeVar("S", bound=Struct)
+
+
+def with_keywords(config: S, place: str, **keywords: Any) -> S:
+    """``config`` with the keywords that were given (not None). Raises ConfigError where both say something else."""
+    changes: dict[str, Any] = {}
+    defaults = {f.name: f for f in msgspec.structs.fields(config)}
+    for name, value in keywords.items():
+        if value is None:
+            continue
+        current = getattr(config, name)
+        default = defaults[name].default if defaults[name].default is not msgspec.NODEFAULT else current
+        if current not in (default, value):
+            raise ConfigError(f"{name}={value!r} contradicts {place}.{name}={current!r}; set it in one place")
+        changes[name] = value
+    try:
+        return msgspec.structs.replace(config, **changes) if changes else config
+    except TypeError as error:
+        raise ConfigError(f"{place}: {error}") from None

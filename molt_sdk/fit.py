@@ -1,0 +1,465 @@
+"""``fit``: the whole training loop on a page.
+
+Agents run as tasks of one event loop; the trainer has a thread of its own; the buffer stands between them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import msgspec
+from loguru import logger
+from msgspec import Struct
+
+from molt_sdk.agent import Agent, TaskSource, resolve_agent
+from molt_sdk.buffer import Buffer
+from molt_sdk.config import RolloutConfig
+from molt_sdk.engines.base import Engine
+from molt_sdk.engines.select import check_engine, check_sampling, running_engine
+from molt_sdk.engines.torch_config import TorchEngineConfig
+from molt_sdk.errors import ConfigError, RequestError, RunFailedError, StoreError
+from molt_sdk.evaluate import Evaluation, blocking, first_error, run_tasks, sampled_tokens, with_keywords
+from molt_sdk.model import check_trainable
+from molt_sdk.progress import Display, Tracker, Trackers
+from molt_sdk.rendering.renderer import Renderer
+from molt_sdk.rollout import Rollouts
+from molt_sdk.run import Run, open_run
+from molt_sdk.store import Store
+from molt_sdk.types import SamplingParams, Task, Trajectory, TrajectoryGroup
+from molt_sdk.workers import Worker, WorkerPool
+from trainer_backend.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from trainer_backend.trainer import StepResult, Trainer
+
+EXTENDABLE = ("steps", "eval_every", "checkpoint_every")
+"""What may change when a run is resumed."""
+
+
+class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that ``fit`` can be told, as data. Each field is a flag of ``molt-sdk fit`` and a key of ``run.toml``.
+
+    model: model directory.  steps: total optimizer steps of the run.
+    group_size: trajectories per task.  groups_per_step: groups in one optimizer step.
+    max_staleness: most optimizer steps between the weights that sampled a token and those that train on it; 0 waits
+        for every update before it samples again.
+    seed: of task order and sampling.  engine: "auto" or "torch".
+    eval_every: steps between evaluations; None evaluates before the first and after the last step.
+    eval_group_size: trajectories per evaluation task.
+    checkpoint_every: steps between saved checkpoints; the last step is always saved.
+    max_failed_groups: groups in a row without one scored trajectory that end the run.
+    max_uncertified: share of trajectories that may fail their certificate before the run ends.
+    """
+
+    model: str = ""
+    steps: int = 0
+    group_size: int = 8
+    groups_per_step: int = 8
+    max_staleness: int = 1
+    seed: int = 0
+    engine: Literal["auto", "torch"] = "auto"
+    eval_every: int | None = None
+    eval_group_size: int = 1
+    checkpoint_every: int = 10
+    max_failed_groups: int = 16
+    max_uncertified: float = 0.05
+    sampling: SamplingParams = SamplingParams()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    torch_engine: TorchEngineConfig = TorchEngineConfig()
+
+    def __post_init__(self) -> None:
+        at_least = {"steps": 0, "group_size": 1, "groups_per_step": 1, "max_staleness": 0, "eval_group_size": 1}
+        for name, least in {**at_least, "checkpoint_every": 1, "max_failed_groups": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.eval_every is not None and self.eval_every < 1:
+            raise ConfigError(f"eval_every={self.eval_every} must be at least 1")
+        if not 0 <= self.max_uncertified <= 1:
+            raise ConfigError(f"max_uncertified={self.max_uncertified} must be between 0 and 1")
+
+
+async def afit(
+    policy_or_env: Any = None,
+    env_or_tasks: Any = None,
+    *,
+    model: str | None = None,
+    steps: int | None = None,
+    tasks: Any = None,
+    rewards: Sequence[Any] = (),
+    tools: Sequence[Any] = (),
+    sampling: SamplingParams | None = None,
+    group_size: int | None = None,
+    groups_per_step: int | None = None,
+    learning_rate: float | None = None,
+    max_staleness: int | None = None,
+    engine: str | Engine | None = None,
+    seed: int | None = None,
+    timeout: float | None = None,
+    max_concurrent: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    eval_tasks: Any = None,
+    eval_every: int | None = None,
+    trackers: Sequence[Tracker] = (),
+    config: FitConfig | None = None,
+) -> Run:
+    """Train the model of a policy with reinforcement learning; returns the finished run.
+
+    Args:
+        policy_or_env: a policy, or an environment class (the built-in tool loop is then the policy).
+        env_or_tasks: an environment class, or tasks.
+        model: model directory (Hugging Face format).
+        steps: total optimizer steps, those of a resumed run included.
+        tasks: Task or dict rows; default: the environment's ``tasks(split, seed)``.
+        rewards: functions (task, trajectory) -> number, added up with their weights.
+        tools: functions for the built-in loop.
+        engine: "auto", "torch", or an Engine object (it stays open; close it yourself).
+        run_dir: where the run is kept; default ``runs/<time>-<policy>``.
+        resume: go on with the run in ``run_dir`` if there is one. Only ``steps``, evaluation and trackers may differ.
+        eval_tasks: held-out tasks, run before and after training with the same sampling, and every ``eval_every``.
+        trackers: objects with ``start(run)``, ``log(step, metrics)``, ``finish()``.
+        config: a :class:`FitConfig`. The other keywords set its fields (defaults: group_size 8, groups_per_step 8,
+            learning_rate 1e-6, max_staleness 1, seed 0, engine "auto"); contradicting it is an error.
+
+    Raises:
+        MoltError: DefinitionError, ConfigError, ModelPathError, StoreError before anything is loaded; RunFailedError when
+            every rollout fails; TrainingError from the trainer. Trajectories recorded until then stay in the run.
+    """
+    config = _merge(
+        config or FitConfig(),
+        learning_rate=learning_rate,
+        rollout={"timeout": timeout, "max_concurrent": max_concurrent},
+        model=model,
+        steps=steps,
+        sampling=sampling,
+        group_size=group_size,
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        engine=engine if isinstance(engine, str) else None,
+        seed=seed,
+        eval_every=eval_every,
+    )
+    live = engine if engine is not None and not isinstance(engine, str) else config.engine
+    agent = resolve_agent(
+        policy_or_env,
+        env_or_tasks,
+        tasks=tasks,
+        rewards=rewards,
+        tools=tools,
+        split="train",
+        seed=config.seed,
+        need_reward=True,
+    )
+    if config.steps < 1:
+        raise ConfigError("steps is missing: give the number of optimizer steps as steps=...")
+    try:
+        check_trainable(config.sampling, "sampling")
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+    config = msgspec.structs.replace(config, model=check_engine(live, config.model or None))
+    renderer = Renderer(config.model)
+    check_sampling(config.sampling, renderer)
+    held_out = await _eval_tasks(eval_tasks, config)
+    await _first_task(agent.tasks)
+
+    directory = Path(run_dir) if run_dir is not None else _default_dir(agent)
+    store, resumed = _open_store(directory, resume, agent, config)
+    job = _Job(agent, config, renderer, store, held_out, trackers, resumed)
+    try:
+        await job.run(live)
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    finally:
+        with anyio.CancelScope(shield=True):
+            await store.close()
+        if not job.started and not resumed:  # nothing was recorded: leave no half-made run behind
+            shutil.rmtree(directory, ignore_errors=True)
+    return open_run(directory)
+
+
+fit = blocking(afit, "fit")
+
+
+class _Job:
+    """One call of ``fit`` after everything was checked."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: FitConfig,
+        renderer: Renderer,
+        store: Store,
+        held_out: list[Task],
+        trackers: Sequence[Tracker],
+        resumed: bool,
+    ) -> None:
+        self.agent = agent
+        self.config = config
+        self.renderer = renderer
+        self.store = store
+        self.held_out = held_out
+        self.display = Display(config.steps)
+        self.trackers = Trackers([self.display, *trackers])
+        self.resumed = resumed
+        self.buffer = Buffer(config.groups_per_step, config.max_staleness)
+        self.pool = WorkerPool(config.rollout.threads)
+        self.trainer_thread = Worker("molt-trainer")
+        self.started = False
+        self.cancelled = False
+        self.step = 0
+        self.saved_step = -1
+        self.statuses: Counter[str] = Counter()
+        self.failed_in_a_row = 0
+        self.uncertified = 0
+
+    async def run(self, engine: str | Engine) -> None:
+        try:
+            async with running_engine(engine, self.config.model, self.config.torch_engine) as live:
+                self.engine = live
+                self.trainer = await self.trainer_thread.run(self._load_trainer)
+                try:
+                    await self._train()
+                finally:
+                    self.cancelled = True
+                    with anyio.CancelScope(shield=True):
+                        await self._save()
+                        await self.trainer_thread.run(self.trainer.close)
+        finally:
+            self.trackers.finish()
+            self.trainer_thread.close()
+            self.pool.close()
+
+    def _load_trainer(self) -> Trainer:
+        from trainer_backend.trainer import Trainer
+
+        config = self.config
+        found = open_run(self.store.dir).checkpoints if self.resumed else []
+        if found:
+            self.step = self.saved_step = found[-1].step
+            return Trainer.load(found[-1].path, config.trainer, seed=config.seed)
+        return Trainer(config.model, config.trainer, seed=config.seed)
+
+    async def _train(self) -> None:
+        if self.resumed:
+            self.buffer.start_at(_next_position(self.store.dir, self.step))
+            await self.store.discard_after(self.step)
+        if self.trainer.version != self.engine.version or self.resumed:
+            await self.engine.update_weights(self.trainer.weights(), self.trainer.version)
+        self.started = True
+        self.trackers.start(open_run(self.store.dir))
+        if self.step == 0:
+            await self._evaluate()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._produce)
+            while self.step < self.config.steps and await self._one_step():
+                if self.step % self.config.checkpoint_every == 0:
+                    await self._save()
+                if self.held_out and self.config.eval_every and self.step % self.config.eval_every == 0:
+                    await self._evaluate()
+            group.cancel_scope.cancel()
+        if not self.config.eval_every or self.step % self.config.eval_every != 0:
+            await self._evaluate()
+
+    async def _one_step(self) -> bool:
+        """Take groups, commit the batch, train, publish the weights. False at the end of the task stream."""
+        clock = time.perf_counter()
+        groups = await self.buffer.take(self.config.groups_per_step, self.trainer.version)
+        if not groups:
+            logger.warning("the task stream ended after step {} of {}", self.step, self.config.steps)
+            return False
+        waited = time.perf_counter() - clock
+        await self.store.commit_batch(self.step + 1, [t.id for group in groups for t in group.trajectories if t.scored])
+        staleness = max(self.trainer.version - (t.oldest_version or 0) for g in groups for t in g.scored)
+        result = await self.trainer_thread.run(self._train_on, groups)
+        updating = time.perf_counter()
+        if not result.skipped:
+            await self.engine.update_weights(self.trainer.weights(), result.version)
+        await self.buffer.release(len(groups))
+        seconds = {
+            "seconds": time.perf_counter() - clock,
+            "seconds/wait": waited,
+            "seconds/train": result.seconds,
+            "seconds/update": time.perf_counter() - updating,
+        }
+        await self._log(step_metrics(groups, result) | seconds | {"staleness": staleness} | self._counts())
+        return True
+
+    def _train_on(self, groups: list[TrajectoryGroup]) -> StepResult:
+        """On the trainer's thread: the step counts as done when, and only when, the trainer has completed it."""
+        result = self.trainer.step(groups, cancelled=lambda: self.cancelled)
+        self.step += 1
+        return result
+
+    async def _produce(self) -> None:
+        """Start groups as slots become free, in stream order."""
+        rollouts = self._rollouts(self.agent, "train", training=True)
+        first = self.buffer.next_position
+        position = first - 1
+        async with anyio.create_task_group() as running:
+
+            async def one(position: int, epoch: int, task: Task) -> None:
+                group = await rollouts.group(task, position, epoch, self.config.group_size)
+                await self.store.add_group(group)
+                await self.buffer.put(self._certified(group))
+
+            async for position, epoch, task in self.agent.tasks.stream():
+                if position >= first:
+                    await self.buffer.acquire()
+                    running.start_soon(one, position, epoch, task)
+            await self.buffer.end(position + 1)
+
+    def _certified(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group without what cannot be proven exact; stops the run when nothing works or too much is inexact."""
+        self.statuses.update(t.status for t in group.trajectories)
+        exact: list[Trajectory] = []
+        for trajectory in group.trajectories:
+            certificate = trajectory.certify()
+            if certificate.ok:
+                exact.append(trajectory)
+                continue
+            self.uncertified += 1
+            self.buffer.dropped["uncertified trajectory"] += 1
+            logger.error("trajectory {} is not trained: {}", trajectory.id, "; ".join(certificate.problems))
+        total = self.statuses.total()
+        if self.uncertified > max(8, self.config.max_uncertified * total):
+            raise RunFailedError(
+                f"{self.uncertified} of {total} trajectories failed their certificate "
+                f"(max_uncertified={self.config.max_uncertified}); see the log for the problems"
+            )
+        self.failed_in_a_row = 0 if group.scored else self.failed_in_a_row + 1
+        if self.failed_in_a_row >= self.config.max_failed_groups:
+            errors = [f"[{t.status}] {t.error}" for t in group.trajectories if t.error]
+            raise RunFailedError(
+                f"{self.failed_in_a_row} groups in a row had no scored trajectory; the latest error was\n"
+                f"{errors[-1] if errors else 'none recorded'}"
+            )
+        return msgspec.structs.replace(group, trajectories=tuple(exact))
+
+    async def _evaluate(self) -> None:
+        if not self.held_out:
+            return
+        clock = time.perf_counter()
+        rollouts = self._rollouts(self.agent, "eval", training=False)
+
+        async def keep(group: TrajectoryGroup) -> None:
+            await self.store.add_group(group, step=self.step)
+
+        groups = await run_tasks(rollouts, self.held_out, self.config.eval_group_size, keep)
+        summary = Evaluation(groups=groups).summary() | {"seconds": time.perf_counter() - clock}
+        await self._log({f"eval/{name}": value for name, value in summary.items()})
+
+    def _rollouts(self, agent: Agent, split: str, *, training: bool) -> Rollouts:
+        return Rollouts(
+            agent,
+            self.engine,
+            self.renderer,
+            self.pool,
+            sampling=self.config.sampling,
+            config=self.config.rollout,
+            seed=self.config.seed,
+            training=training,
+            split=split,
+            finished=self.display.trajectory,
+        )
+
+    async def _save(self) -> None:
+        """Save the last completed weights, unless they are saved already; keep the two newest checkpoints."""
+        if self.step == self.saved_step or self.step == 0:
+            return
+        path = self.store.dir / "checkpoints" / f"step-{self.step}"
+        await self.trainer_thread.run(self.trainer.save, path)
+        self.saved_step = self.step
+        await self.store.add_checkpoint(self.step, self.trainer.version, path.relative_to(self.store.dir))
+        kept = open_run(self.store.dir).checkpoints
+        for old in kept[:-2]:
+            shutil.rmtree(old.path, ignore_errors=True)
+
+    async def _log(self, metrics: dict[str, float]) -> None:
+        await self.store.add_metrics(self.step, metrics)
+        self.trackers.log(self.step, metrics)
+
+    def _counts(self) -> dict[str, float]:
+        """What did not reach the trainer so far, by reason."""
+        failed = {f"failed/{s}": float(n) for s, n in self.statuses.items() if s not in ("ok", "truncated")}
+        dropped = {f"dropped/{reason}": float(n) for reason, n in self.buffer.dropped.items()}
+        return {"queue": float(self.buffer.waiting), **failed, **dropped}
+
+
+def step_metrics(groups: Sequence[TrajectoryGroup], result: StepResult) -> dict[str, float]:
+    """Numbers of one step; rewards are means over trajectories."""
+    summary = Evaluation(groups=list(groups))
+    flat: dict[str, float] = summary.summary()
+    flat |= {f"log/{name}": value for name, value in summary.metrics.items()}
+    numbers = {
+        "version": result.version,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "trained_tokens": result.trained_tokens,
+        "distinct_tokens": result.distinct_tokens,
+        "flat_tokens": result.flat_tokens,
+        "skipped": float(result.skipped),
+    }
+    return flat | numbers | result.metrics
+
+
+def _merge(config: FitConfig, *, learning_rate: float | None, rollout: dict[str, Any], **keywords: Any) -> FitConfig:
+    default, sampling = FitConfig(), keywords.pop("sampling")
+    if sampling is not None:
+        if config.sampling not in (default.sampling, sampling):
+            raise ConfigError(f"sampling={sampling} contradicts config.sampling={config.sampling}; set it in one place")
+        config = msgspec.structs.replace(config, sampling=sampling)
+    merged = with_keywords(config, "config", **keywords)
+    return msgspec.structs.replace(
+        merged,
+        trainer=with_keywords(merged.trainer, "config.trainer", learning_rate=learning_rate),
+        rollout=with_keywords(merged.rollout, "config.rollout", **rollout),
+    )
+
+
+async def _eval_tasks(tasks: Any, config: FitConfig) -> list[Task]:
+    if tasks is None:
+        return []
+    return await TaskSource(tasks, split="eval", seed=config.seed, place="eval_tasks").once(None)
+
+
+async def _first_task(tasks: TaskSource) -> None:
+    """Fail now if there is no task; a one-shot iterator is left alone, since looking would use it up."""
+    if tasks.restartable:
+        await tasks.once(1)
+
+
+def _default_dir(agent: Agent) -> Path:
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{agent.policy_name}"
+
+
+def _open_store(directory: Path, resume: bool, agent: Agent, config: FitConfig) -> tuple[Store, bool]:
+    settings = msgspec.to_builtins(config)
+    if resume and Store.is_run(directory):
+        before = open_run(directory).config
+        changed = sorted(
+            name
+            for name in settings
+            if name not in EXTENDABLE and before.get(name) != msgspec.json.decode(msgspec.json.encode(settings[name]))
+        )
+        if changed:
+            shown = "; ".join(f"{name} was {before.get(name)!r} and is {settings[name]!r}" for name in changed)
+            raise ConfigError(f"{directory} cannot be resumed with other settings: {shown}. Use another run_dir")
+        return Store.resume(directory, config=settings), True
+    if Store.is_run(directory):
+        raise StoreError(f"{directory} holds another run; give resume=True to go on with it, or another run_dir")
+    meta = {"kind": "fit", "policy": agent.policy_name, "environment": agent.environment_name}
+    return Store.create(directory, meta=meta, config=settings), False
+
+
+def _next_position(directory: Path, step: int) -> int:
+    """First position of the task stream that no step up to ``step`` has taken."""
+    taken = [t.position for s in range(1, step + 1) for t in open_run(directory).groups(s)]
+    return max(taken, default=-1) + 1

@@ -1,0 +1,83 @@
+"""Well-formed messages from whatever users pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from molt_sdk.errors import RequestError
+from molt_sdk.types import Message, ToolCall
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def normalize(messages: str | Sequence[Message], place: str) -> list[Message]:
+    """A list of well-formed messages: text becomes a user message, None content becomes "", text parts are joined.
+
+    Raises:
+        RequestError: naming the message and what is wrong with it.
+    """
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(f"{place}: messages must be a string or a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise RequestError(f"{place}: messages is empty; give at least one message")
+    return [_normalize_one(message, f"{place}: message {i}") for i, message in enumerate(messages)]
+
+
+def _normalize_one(message: Any, place: str) -> Message:
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise RequestError(f"{place} is {message!r}; a message is a dict with a role and a content")
+    if message["role"] not in ROLES:
+        raise RequestError(f"{place} has role {message['role']!r}; use one of {', '.join(ROLES)}")
+    clean: Message = {"role": message["role"], "content": _content_text(message.get("content"), place)}
+    if message.get("tool_calls"):
+        clean["tool_calls"] = [_normalize_call(call, place) for call in message["tool_calls"]]
+    for key in ("tool_call_id", "name", "reasoning"):
+        if message.get(key) is not None:
+            clean[key] = message[key]  # type: ignore[literal-required]
+    return clean
+
+
+def _content_text(content: Any, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{place} holds a lone surrogate at character {error.start}; the tokenizer cannot encode it"
+            ) from None
+        return content
+    if isinstance(content, Sequence):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise RequestError(f"{place} has a content part of type {kind!r}; only text parts are supported")
+        return _content_text("".join(part["text"] for part in content), place)
+    raise RequestError(f"{place} has content of type {type(content).__name__}; use a string or a list of text parts")
+
+
+def _normalize_call(call: Any, place: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{place} has a tool call {call!r}; expected {{id, type, function: {{name, arguments}}}}")
+    arguments = function.get("arguments", "{}")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """Arguments as data when they are JSON, else the text itself."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments

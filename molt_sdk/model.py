@@ -1,0 +1,427 @@
+"""The handle that a policy gets: every call through it is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+import anyio
+import msgspec
+
+from molt_sdk.decorators import mark_of, where
+from molt_sdk.errors import ConfigError, ModelClosedError, RequestError, RewardError
+from molt_sdk.recorder import Recorder, Scope
+from molt_sdk.messages import normalize
+from molt_sdk.tools import Tool, ToolArgumentsError, result_text, tools_from
+from molt_sdk.types import FinishReason, Message, SamplingParams, ToolCall, ToolExecution, Turn
+from molt_sdk.workers import PinnedThread, WorkerPool
+
+DEFAULT_MAX_TURNS = 10
+
+
+class Stop(Exception):  # noqa: N818 (a signal, like StopIteration)
+    """Raised by a tool: its result is recorded and the tool loop ends."""
+
+    def __init__(self, result: Any = None) -> None:
+        super().__init__(result)
+        self.result = result
+
+
+class Reject(Exception):  # noqa: N818
+    """Raised by a policy: the trajectory is ``rejected``, recorded and never trained."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _ToolTimeoutError(Exception):
+    """A tool exceeded its own timeout (not a TimeoutError that the tool raised)."""
+
+
+class SamplingRules(msgspec.Struct, frozen=True):
+    """What a policy may ask for."""
+
+    defaults: SamplingParams
+    training: bool
+    """Samples are trained on: temperature must be > 0 and the distribution unfiltered."""
+    overrule: bool
+    """``sampling_from="config"``: temperature and filters that the agent asks for are replaced by the defaults."""
+
+    def resolve(self, overrides: Mapping[str, Any], place: str) -> SamplingParams:
+        """Defaults with the call's own values. Raises RequestError for what cannot be asked for here."""
+        known = SamplingParams.__struct_fields__
+        for name in overrides:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+                raise RequestError(f"{place}: unknown sampling parameter {name!r}{hint}")
+        values = dict(overrides)
+        if "stop" in values:
+            values["stop"] = (values["stop"],) if isinstance(values["stop"], str) else tuple(values["stop"] or ())
+        if self.overrule:
+            values = {k: v for k, v in values.items() if k in ("max_tokens", "stop", "seed")}
+        try:
+            params = msgspec.structs.replace(self.defaults, **values) if values else self.defaults
+        except (ConfigError, TypeError) as error:
+            raise RequestError(f"{place}: {error}") from None
+        if self.training:
+            check_trainable(params, place)
+        return params
+
+
+def check_trainable(params: SamplingParams, place: str) -> None:
+    """Refuse sampling whose logprobs the trainer cannot reproduce."""
+    advice = 'or set sampling_from="config" to overrule what the agent asks for'
+    if params.temperature <= 0:
+        raise RequestError(f"{place}: temperature={params.temperature} cannot be trained on; use a value > 0, {advice}")
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(params, name) != off:
+            raise RequestError(
+                f"{place}: {name}={getattr(params, name)} renormalises the sampler's distribution and the trainer would "
+                f"see wrong ratios; use {name}={off} in training, {advice}"
+            )
+
+
+class Session:
+    """Everything one trajectory's handles share."""
+
+    def __init__(
+        self, recorder: Recorder, rules: SamplingRules, pool: WorkerPool, max_turns: int | None = None
+    ) -> None:
+        self.recorder = recorder
+        self.rules = rules
+        self.pool = pool
+        self.thread = PinnedThread(pool)
+        self.environment: object | None = None
+        self.max_turns = max_turns
+        self.serial = asyncio.Lock()
+        self._tools: tuple[object, list[Tool]] | None = None
+
+    def tools(self, source: Any) -> list[Tool]:
+        """Tools of an environment, functions or Tools; the last source is remembered."""
+        if source is None:
+            return []
+        if self._tools is None or self._tools[0] is not source:
+            self._tools = (source, tools_from(source))
+        return self._tools[1]
+
+    def is_environment(self, tool: Tool) -> bool:
+        return self.environment is not None and getattr(tool.fn, "__self__", None) is self.environment
+
+    async def call(self, fn: Callable[..., Any], *args: Any, pinned: bool, **kwargs: Any) -> Any:
+        """Call user code: async on the loop, sync on a thread (the environment's own if ``pinned``)."""
+        if asyncio.iscoroutinefunction(fn):
+            return await fn(*args, **kwargs)
+        result = await (self.thread if pinned else self.pool).run(fn, *args, **kwargs)
+        return await result if asyncio.iscoroutine(result) else result
+
+
+class Reply:
+    """One answer of the model."""
+
+    __slots__ = ("_messages", "_recorder", "tool_errors", "turn")
+
+    def __init__(self, turn: Turn, messages: list[Message], tool_errors: list[str], recorder: Recorder) -> None:
+        self.turn = turn
+        self.tool_errors = tool_errors
+        """What was wrong with tool calls that could not be read, in words for the model."""
+        self._messages = messages
+        self._recorder = recorder
+
+    def __repr__(self) -> str:
+        return f"Reply({self.text!r}, finish_reason={self.finish_reason!r}, tool_calls={len(self.tool_calls)})"
+
+    @property
+    def id(self) -> str:
+        return f"{self._recorder.trajectory_id}/{self.turn.id}"
+
+    @property
+    def text(self) -> str:
+        content = self.turn.message.get("content")
+        return content if isinstance(content, str) else ""
+
+    @property
+    def reasoning(self) -> str | None:
+        return self.turn.message.get("reasoning")
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return list(self.turn.message.get("tool_calls") or [])
+
+    @property
+    def message(self) -> Message:
+        """The assistant message; append it to the conversation as it is."""
+        return self.turn.message
+
+    @property
+    def messages(self) -> list[Message]:
+        """The request's messages with this reply appended: the next request minus what comes after."""
+        return [*self._messages, self.turn.message]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.turn.finish_reason
+
+    @property
+    def truncated(self) -> bool:
+        return self.turn.finish_reason == "length"
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.turn.completion_token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.turn.logprobs
+
+    @property
+    def versions(self) -> list[int]:
+        return self.turn.versions
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt, completion = len(self.turn.prompt_i32) // 4, len(self.turn.completion_i32) // 4
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def reward(self, value: Any) -> None:
+        """Credit this call: added to the reward that its agent's tokens are trained on. Raises RewardError."""
+        self._recorder.require_open()
+        self._recorder.turn_rewards[self.turn.id] = to_reward(value, f"reply.reward on turn {self.turn.id}")
+
+
+class Model:
+    """A policy's handle on the model it trains."""
+
+    def __init__(self, session: Session, scope: Scope) -> None:
+        self._session = session
+        self._scope = scope
+        self._recorder = session.recorder
+
+    def __repr__(self) -> str:
+        return f"Model(agent={self._scope.agent!r}, trajectory={self._recorder.trajectory_id!r})"
+
+    @property
+    def agent(self) -> str:
+        return self._scope.agent
+
+    async def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        tools: Any = None,
+        tool_choice: str = "auto",
+        response_format: None = None,
+        **sampling: Any,
+    ) -> Reply:
+        """Ask for one reply.
+
+        Args:
+            messages: text (one user message) or messages in OpenAI's shape.
+            tools: an environment, functions or both in a list; their schemas are shown to the model.
+            tool_choice: "auto", or "none" to show no tools in this call.
+            response_format: not supported by the engines of this version; must be None.
+            **sampling: fields of :class:`SamplingParams` for this call alone.
+
+        Raises:
+            RequestError: malformed messages or sampling (ContextLengthError: no room; ModelClosedError: too late).
+            EngineError: inference failed.
+        """
+        if tool_choice not in ("auto", "none") or response_format is not None:
+            asked = f"tool_choice={tool_choice!r}, response_format={response_format!r}"
+            raise RequestError(
+                f"model.chat: {asked} needs structured output, which this engine does not have; use "
+                'tool_choice="auto" or "none" and no response_format'
+            )
+        clean = normalize(messages, "model.chat")
+        schemas = [tool.schema for tool in self._session.tools(tools)] if tool_choice == "auto" else []
+        params = self._session.rules.resolve(sampling, "model.chat")
+        turn, errors = await self._recorder.chat(self._scope, clean, schemas, params)
+        return Reply(turn, clean, errors, self._recorder)
+
+    async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
+        """Continue raw text (BOS added as the tokenizer does, exactly once) or token ids. Raises as :meth:`chat`."""
+        params = self._session.rules.resolve(sampling, "model.complete")
+        turn = await self._recorder.complete(self._scope, prompt, params)
+        return Reply(turn, turn.messages, [], self._recorder)
+
+    async def run(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        tools: Any = None,
+        system: str | None = None,
+        max_turns: int | None = None,
+        **sampling: Any,
+    ) -> Reply:
+        """The tool loop: ask, execute the tool calls, ask again, until a reply has none.
+
+        It also ends when a tool raises ``Stop``, when a reply is cut by ``max_tokens``, or after ``max_turns`` calls of
+        the model (default: the environment's, else 10). Returns the last reply. Calls that cannot be read go back to
+        the model as a tool error. Raises as :meth:`chat`.
+        """
+        limit = max_turns if max_turns is not None else self._session.max_turns or DEFAULT_MAX_TURNS
+        if limit < 1:
+            raise RequestError(f"model.run: max_turns={limit} must be at least 1")
+        conversation = normalize(messages, "model.run")
+        if system is not None:
+            conversation = [{"role": "system", "content": system}, *conversation]
+        while True:
+            reply = await self.chat(conversation, tools=tools, **sampling)
+            limit -= 1
+            conversation = reply.messages
+            if reply.truncated or limit == 0 or not (reply.tool_calls or reply.tool_errors):
+                return reply
+            stopped, results = await self._call_tools(reply.tool_calls, tools)
+            conversation += results
+            for error in reply.tool_errors:
+                conversation.append({"role": "tool", "content": f"Error: {error}"})
+            if stopped:
+                return reply
+
+    async def _call_tools(self, calls: Sequence[ToolCall], source: Any) -> tuple[bool, list[Message]]:
+        """Run the calls of one reply; results in call order. Neighbouring ``parallel=True`` calls run together."""
+        by_name = {tool.name: tool for tool in self._session.tools(source)}
+        done: list[ToolExecution | None] = [None] * len(calls)
+
+        async def one(i: int) -> None:
+            done[i] = await self._execute(calls[i], by_name)
+
+        i = 0
+        while i < len(calls) and not any(e is not None and e.stop for e in done):
+            j = i + 1
+            if _is_parallel(calls[i], by_name):
+                while j < len(calls) and _is_parallel(calls[j], by_name):
+                    j += 1
+            async with anyio.create_task_group() as group:
+                for k in range(i, j):
+                    group.start_soon(one, k)
+            i = j
+        finished = [e for e in done if e is not None]
+        self._recorder.executions += finished
+        return any(e.stop for e in finished), [e.message for e in finished]
+
+    async def call_tool(self, call: ToolCall, tools: Any) -> Message:
+        """Execute one tool call and return its tool message; recorded. A tool's exception becomes the message's text.
+
+        Raises:
+            Stop: the tool raised it (its result is recorded).
+        """
+        by_name = {tool.name: tool for tool in self._session.tools(tools)}
+        execution = await self._execute(call, by_name)
+        self._recorder.executions.append(execution)
+        if execution.stop:
+            raise Stop(execution.message.get("content"))
+        return execution.message
+
+    async def _execute(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolExecution:
+        self._recorder.require_open()
+        started = time.perf_counter()
+        name = call["function"]["name"]
+        content, error, stop = "", None, False
+        tool = tools.get(name)
+        if tool is None:
+            error = f"unknown tool {name!r}"
+            content = f"Error: there is no tool {name!r}; known are {', '.join(sorted(tools)) or 'none'}"
+        else:
+            try:
+                content = await self._call(tool, tool.bind(call["function"]["arguments"]))
+            except ToolArgumentsError as raised:
+                content, error = f"Error: {raised}", str(raised)
+            except Stop as raised:
+                content, stop = result_text(raised.result), True
+            except _ToolTimeoutError:
+                error = f"{name} took longer than its timeout of {tool.timeout} s"
+                content = f"Error: {error}"
+            except ModelClosedError:
+                raise
+            except Exception as raised:
+                content, error = f"Error: {type(raised).__name__}: {raised}", traceback.format_exc()
+        message: Message = {"role": "tool", "content": content, "tool_call_id": call["id"], "name": name}
+        return ToolExecution(
+            call=call,
+            message=message,
+            agent=self._scope.agent,
+            error=error,
+            stop=stop,
+            seconds=time.perf_counter() - started,
+        )
+
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> str:
+        session = self._session
+        owned = session.is_environment(tool)
+
+        async def call() -> Any:
+            with anyio.move_on_after(tool.timeout):
+                return await session.call(tool.fn, pinned=owned and not tool.parallel, **arguments)
+            raise _ToolTimeoutError
+
+        if owned and not tool.parallel:
+            async with session.serial:
+                return result_text(await call())
+        return result_text(await call())
+
+    def fork(self, agent: str | None = None, *, trainable: bool = True) -> Model:
+        """A named sub-agent: it may continue what this handle has said so far, and has its own branch and reward."""
+        return Model(self._session, self._recorder.fork(self._scope, agent, trainable))
+
+    def reward(self, value: Any, *, turn: Reply | int | None = None) -> None:
+        """Set the reward of this agent (of one turn if given). Raises RewardError."""
+        self._recorder.require_open()
+        if turn is None:
+            number = to_reward(value, f"model.reward of agent {self.agent!r}")
+            self._recorder.agent_rewards[self.agent] = number
+            return
+        index = turn.turn.id if isinstance(turn, Reply) else turn
+        if not 0 <= index < len(self._recorder.turns):
+            raise RewardError(f"model.reward: turn={index} does not exist; there are {len(self._recorder.turns)} turns")
+        self._recorder.turn_rewards[index] = to_reward(value, f"model.reward on turn {index}")
+
+    def log(self, **values: Any) -> None:
+        """Record numbers as metrics of the trajectory; they are averaged over the step."""
+        self._recorder.require_open()
+        for name, value in values.items():
+            self._recorder.metrics[name] = to_reward(value, f"model.log({name}=...)")
+
+
+def _is_parallel(call: ToolCall, tools: Mapping[str, Tool]) -> bool:
+    tool = tools.get(call["function"]["name"])
+    return tool is not None and tool.parallel
+
+
+def to_reward(value: Any, place: str) -> float:
+    """One finite float from a bool, int, float, Decimal, or NumPy/torch scalar.
+
+    Raises:
+        RewardError: naming ``place``, for anything else: None, NaN, infinity, text, lists.
+    """
+    number = value
+    if not isinstance(value, bool | int | float | Decimal):
+        size = getattr(value, "size", None) if not hasattr(value, "numel") else value.numel()
+        if callable(getattr(value, "item", None)) and size == 1:
+            number = value.item()
+        if isinstance(number, str | bytes | complex) or not isinstance(number, bool | int | float | Decimal):
+            hint = "; did it miss a return statement?" if value is None else ""
+            raise RewardError(
+                f"{place} gave {value!r:.80} of type {type(value).__name__}; a reward is one finite number "
+                f"(bool, int, float, Decimal, NumPy or torch scalar){hint}"
+            )
+    try:
+        result = float(number)
+    except (OverflowError, ValueError) as error:
+        raise RewardError(f"{place} gave {value!r:.80}, which is not a float: {error}") from None
+    if not math.isfinite(result):
+        raise RewardError(f"{place} gave {result}; a reward must be finite")
+    return result
+
+
+def describe(fn: Any) -> str:
+    """Name of a policy, reward or environment for records and messages."""
+    mark = mark_of(fn)
+    return getattr(mark, "name", None) or getattr(fn, "__name__", None) or where(fn)

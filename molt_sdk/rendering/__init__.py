@@ -1,0 +1,1 @@
+"""Messages to token ids and back, from the model's own tokenizer and chat template."""

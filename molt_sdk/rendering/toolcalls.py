@@ -1,0 +1,321 @@
+"""Tool calls in plain text: reading them from a completion, and teaching the format to a model whose template has none.
+
+The format is the one that Hermes and Qwen models are trained on, one JSON object in a pair of tags:
+
+    <tool_call>{"name": "calculator", "arguments": {"expression": "12 * 7"}}</tool_call>
+
+Rules:
+
+- Any number of blocks, and of objects in one block; text around the blocks is the content of the message.
+- ``parameters`` is another spelling of ``arguments``; missing or null arguments are an empty object; an object that is
+  written as a JSON string is unwrapped. Otherwise the arguments are the model's own JSON text, character by character:
+  key order, spacing and escapes stay as they were sampled.
+- Other keys are ignored, an ``id`` too: ids are ours, so that they are unique.
+- ``<think>...</think>`` is reasoning: a call in it is a thought and not executed. A ``</think>`` without ``<think>``
+  ends reasoning that the prompt began; a ``<think>`` without ``</think>`` lasts to the end.
+- A block without its closing tag counts if the model stopped there by itself, not if the reply was cut.
+- A block that cannot be read is an error, in words for the model, and its text stays in the content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from molt_sdk.schema import is_simple, type_text
+from molt_sdk.types import ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FORMAT = OPEN + '{"name": "...", "arguments": {...}}' + CLOSE
+MAX_ERRORS = 16
+"""After so many unreadable blocks the rest of a reply is plain text; keeps the time linear in its length."""
+
+_TAG = re.compile(r"</?think>|</?tool_call>")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_EXAMPLE = re.compile(
+    r"""(?:such\ as|e\.g\.|for\ example|like)[,:]?\s*
+        (?: `([^`\n]+)` | "([^"\n]+)" | '([^'\n]+)' | (-?\d+(?:\.\d+)?) )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""An example value in a description: a quoted text, or a number."""
+
+
+class ParsedReply(Struct, frozen=True):
+    """What a completion says."""
+
+    content: str
+    """Text outside reasoning and calls: stripped if there are any of these, else the completion as it is."""
+    reasoning: str | None
+    """Text inside ``<think>``, stripped; several pieces are joined by a line break. None where there is none."""
+    tool_calls: list[ToolCall]
+    errors: list[str]
+    """What was wrong with calls that could not be read, in words for the model."""
+
+
+class _MalformedError(Exception):
+    """Text that is no tool call; says why."""
+
+
+def parse_tool_calls(
+    text: str, *, truncated: bool, id_prefix: str = "call_", first_id: int = 0, thinking: bool = False
+) -> ParsedReply:
+    """Read content, reasoning and tool calls from a completion. Never raises; takes time linear in ``len(text)``.
+
+    Args:
+        text: the completion, decoded, without its end-of-turn token.
+        truncated: the reply was cut by a length limit, so its last block may be incomplete.
+        id_prefix, first_id: ids of the calls are ``f"{id_prefix}{n}"`` with n counted from ``first_id``.
+        thinking: the prompt ended inside ``<think>``.
+    """
+    return _Reader(text, truncated, id_prefix, first_id).read(thinking)
+
+
+def parse_plain_json(text: str, names: Collection[str], *, call_id: str = "call_0") -> ToolCall | None:
+    """The call that a text is, if all of it is one JSON object with the name of a known tool and arguments; else None.
+
+    For models that leave out the tags. Anything else is an ordinary answer.
+    """
+    start = _skip(text, 0)
+    try:
+        name, arguments, end = _read_call(text, start, arguments_required=True)
+    except _MalformedError:
+        return None
+    return _call(call_id, name, arguments) if name in names and _skip(text, end) == len(text) else None
+
+
+def emulation_prompt(tools: Sequence[Mapping[str, Any]], *, example: Mapping[str, Any] | None = None) -> str:
+    """System text that offers ``tools`` (in OpenAI's shape) to a model whose chat template cannot.
+
+    One line per tool, with types as in a signature; only parameters that hold other parameters show their JSON schema.
+    The worked example is ``example`` (``{"name": ..., "arguments": {...}}``), else a call of the first tool with values
+    from its docstring (``such as "12 * 7"``) or plausible for the types. Empty without tools.
+    """
+    if not tools:
+        return ""
+    functions = [tool["function"] for tool in tools]
+    shown = example or {"name": functions[0]["name"], "arguments": _example_arguments(functions[0])}
+    lines = ["You can call these tools:"]
+    for function in functions:
+        lines += _described(function)
+    lines += [f"To call one, reply {FORMAT}", f"Example: {OPEN}{json.dumps(shown, ensure_ascii=False)}{CLOSE}"]
+    return "\n".join(lines)
+
+
+class _Reader:
+    """One pass over a completion, from tag to tag."""
+
+    def __init__(self, text: str, truncated: bool, id_prefix: str, first_id: int) -> None:
+        self.text, self.truncated = text, truncated
+        self.id_prefix, self.first_id = id_prefix, first_id
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.errors: list[str] = []
+
+    def read(self, thinking: bool) -> ParsedReply:
+        at = kept = self._think(0, 0) if thinking else 0  # what lies before `kept` is dealt with
+        while (tag := _TAG.search(self.text, at)) and len(self.errors) < MAX_ERRORS:
+            start, at = tag.span()
+            if tag[0] == "<think>":
+                self.content.append(self.text[kept:start])
+                at = kept = self._think(start, at)
+            elif tag[0] == "</think>" and not self.reasoning:  # all of it was reasoning that the prompt began
+                self.content, self.calls, self.errors = [], [], []
+                self.reasoning.append(self.text[:start])
+                kept = at
+            elif tag[0] == OPEN:
+                self.content.append(self.text[kept:start])
+                kept, at = self._block(start, at)
+            elif tag[0] == CLOSE:
+                self._error(f"{CLOSE} without {OPEN} before it", self.text[max(0, at - 60) : at])
+        content = "".join([*self.content, self.text[kept:]])
+        reasoning = "\n".join(filter(None, map(str.strip, self.reasoning))) if self.reasoning else None
+        if self.calls or reasoning is not None:
+            content = content.strip()
+        return ParsedReply(content, reasoning, self.calls, self.errors)
+
+    def _think(self, start: int, inside: int) -> int:
+        """Take the reasoning that began at ``start``; returns where the text goes on."""
+        end = self.text.find("</think>", inside)
+        if end < 0:
+            end = len(self.text)
+            if not self.truncated and OPEN in self.text[inside:]:
+                self._error("it is inside <think>; write </think> first", self.text[start : start + 60])
+        self.reasoning.append(self.text[inside:end])
+        return min(end + len("</think>"), len(self.text))
+
+    def _block(self, start: int, inside: int) -> tuple[int, int]:
+        """Read the block whose tag is at ``start``; returns up to where text is dealt with, and where to read on."""
+        try:
+            found, end = _read_block(self.text, inside, self.truncated)
+        except _MalformedError as problem:
+            tag = _TAG.search(self.text, inside)
+            cut = self.truncated and self.text.find(CLOSE, inside) < 0
+            reason = f"the reply reached its length limit before {CLOSE}" if cut else str(problem)
+            self._error(reason, self.text[start : start + 60])
+            return start, tag.end() if tag and tag[0] == CLOSE else inside
+        for name, arguments in found:
+            self.calls.append(_call(f"{self.id_prefix}{self.first_id + len(self.calls)}", name, arguments))
+        return end, end
+
+    def _error(self, problem: str, near: str) -> None:
+        self.errors.append(f"A tool call was not executed: {problem}. It was near {near!r}. Write it as {FORMAT}")
+        if len(self.errors) == MAX_ERRORS:
+            self.errors.append(f"What follows was not read: {MAX_ERRORS} tool calls could not be understood.")
+
+
+def _read_block(text: str, at: int, truncated: bool) -> tuple[list[tuple[str, str]], int]:
+    """(name, arguments) of each call from ``at`` to the closing tag or the end of the text; the end of the block."""
+    found: list[tuple[str, str]] = []
+    at = _skip(text, at)
+    while at < len(text) and not text.startswith(CLOSE, at):
+        name, arguments, at = _read_call(text, at)
+        found.append((name, arguments))
+        at = _skip(text, at)
+    if not found:
+        raise _MalformedError("it is empty")
+    if truncated and at == len(text):
+        raise _MalformedError("it is not complete")
+    return found, min(at + len(CLOSE), len(text))
+
+
+def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple[str, str, int]:
+    """Name and arguments (JSON text of an object) of the call object at ``at``, and its end."""
+    fields, end = _read_object(text, at)
+    name, _ = fields.get("name", (None, ""))
+    if not isinstance(name, str) or not name:
+        raise _MalformedError('it has no "name"')
+    if "arguments" in fields and "parameters" in fields:
+        raise _MalformedError('it has both "arguments" and "parameters"')
+    value, raw = fields.get("arguments") or fields.get("parameters") or (None, "")
+    if arguments_required and not raw:
+        raise _MalformedError('it has no "arguments"')
+    if isinstance(value, str):  # an object that is written as a JSON string
+        raw = value.strip()
+        value, used = _decode(raw, 0) if raw else (None, 0)
+        if used < len(raw):
+            raise _MalformedError('its "arguments" are a string that holds more than one object')
+    if not isinstance(value, dict | None):
+        raise _MalformedError('its "arguments" are not an object')
+    arguments = "{}" if value is None else raw
+    try:
+        (name + arguments).encode()
+    except UnicodeEncodeError:
+        raise _MalformedError("it holds half of a surrogate pair") from None
+    return name, arguments, end
+
+
+def _read_object(text: str, at: int) -> tuple[dict[str, tuple[Any, str]], int]:
+    """The JSON object at ``at``: each value with its text as written, and the end of the object."""
+    fields: dict[str, tuple[Any, str]] = {}
+    _expect(text, at, "{")
+    at = _skip(text, at + 1)
+    while not text.startswith("}", at):
+        if fields:
+            _expect(text, at, ",")
+            at = _skip(text, at + 1)
+        _expect(text, at, '"')
+        key, at = _decode(text, at)
+        at = _skip(text, at)
+        _expect(text, at, ":")
+        start = _skip(text, at + 1)
+        value, end = _decode(text, start)
+        if key in fields:
+            raise _MalformedError(f"it has {json.dumps(key)} twice")
+        fields[key] = value, text[start:end]
+        at = _skip(text, end)
+    return fields, at + 1
+
+
+def _no_constant(name: str) -> Any:
+    raise _MalformedError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _decode(text: str, at: int) -> tuple[Any, int]:
+    try:
+        return _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise _MalformedError(f"{error.msg} at {text[error.pos : error.pos + 20]!r}") from None
+    except RecursionError:
+        raise _MalformedError("it is nested too deeply") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise _MalformedError(str(error)) from None
+
+
+def _expect(text: str, at: int, char: str) -> None:
+    if not text.startswith(char, at):
+        raise _MalformedError(f"expected {char} at {text[at : at + 20]!r}")
+
+
+def _skip(text: str, at: int) -> int:
+    """Position of the first character from ``at`` on that is not JSON white space."""
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _call(call_id: str, name: str, arguments: str) -> ToolCall:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _described(function: Mapping[str, Any]) -> list[str]:
+    """One tool: a line like a signature, then a line for each parameter that needs more words."""
+    parameters = function.get("parameters") or {}
+    head, tail = function["name"], " ".join(str(function.get("description") or "").split())
+    if "$defs" in parameters:  # its types contain themselves: only the whole schema says it
+        return [f"{head}: {tail}", f"  arguments: {_compact(parameters)}"]
+    signature, details = [], []
+    for name, schema in parameters.get("properties", {}).items():
+        optional = name not in parameters.get("required", ())
+        default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if "default" in schema else ""
+        signature.append(f"{name}{'?' if optional and not default else ''}: {type_text(schema)}{default}")
+        shape = {key: value for key, value in schema.items() if key not in ("description", "default")}
+        words = [str(schema.get("description") or ""), "" if is_simple(schema) else _compact(shape)]
+        if any(words):
+            details.append(f"  {name}: {' '.join(filter(None, words))}")
+    return [f"{head}({', '.join(signature)}): {tail}".rstrip(": "), *details]
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _example_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A value for each required parameter; the example in the tool's description is for the first string."""
+    parameters = function.get("parameters") or {}
+    required = {n: s for n, s in parameters.get("properties", {}).items() if n in parameters.get("required", ())}
+    first_string = next((name for name, schema in required.items() if schema.get("type") == "string"), None)
+    general = str(function.get("description") or "")
+    return {name: _example_value(schema, general if name == first_string else "") for name, schema in required.items()}
+
+
+def _example_value(schema: Mapping[str, Any], fallback: str = "") -> Any:
+    """A value that fits the schema, taken from its examples, description or ``fallback`` text where they hold one."""
+    for key in ("examples", "enum"):
+        if schema.get(key):
+            return schema[key][0]
+    for key in ("default", "const"):
+        if key in schema:
+            return schema[key]
+    if options := schema.get("anyOf"):
+        return _example_value(next((option for option in options if option.get("type") != "null"), options[0]))
+    kind = schema.get("type")
+    told = next(filter(None, map(_EXAMPLE.search, (str(schema.get("description") or ""), fallback))), None)
+    if kind == "string":
+        return next(filter(None, told.groups()), "text") if told else "text"
+    if kind in ("integer", "number"):
+        value = json.loads(told[4]) if told and told[4] and (kind == "number" or told[4].lstrip("-").isdigit()) else 1
+        value = max(value, schema.get("minimum", value))
+        return min(value, schema.get("maximum", value))
+    if kind == "array":
+        return [_example_value(schema["items"])] if schema.get("items") else []
+    if kind == "object":
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        return {name: _example_value(inner) for name, inner in properties.items() if name in required}
+    return {"boolean": True, "null": None}.get(str(kind), {} if "$ref" in schema else "text")
