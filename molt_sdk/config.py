@@ -10,22 +10,20 @@ from molt_sdk.errors import ConfigError
 
 
 class RolloutConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How trajectories are run.
-
-    max_concurrent: most trajectories that run at the same time (evaluation has as many of its own).
-    timeout: seconds that one trajectory may take, rewards included; None for no limit. Beyond it: status ``timeout``.
-    close_timeout: seconds that an environment's close may take.
-    threads: most threads for sync tools, rewards and environment methods.
-    agent_error_reward: reward of a trajectory whose policy raised; None leaves it out of training.
-    sampling_from: "agent" lets a call choose temperature and filters; "config" overrules them.
-    """
+    """How trajectories are run."""
 
     max_concurrent: int = 64
+    """Most trajectories that run at the same time; evaluation has as many of its own."""
     timeout: float | None = None
+    """Seconds that one trajectory may take, rewards included; beyond them its status is ``timeout``."""
     close_timeout: float = 30.0
+    """Seconds that an environment's ``close`` may take."""
     threads: int = 64
+    """Most threads for sync tools, rewards and environment methods."""
     agent_error_reward: float | None = None
+    """Reward of a trajectory whose policy raised; None leaves it out of training."""
     sampling_from: Literal["agent", "config"] = "agent"
+    """``config`` overrules the temperature and the filters that an agent asks for."""
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "threads"):

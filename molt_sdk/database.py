@@ -112,11 +112,12 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 def _connect_reader(path: Path) -> sqlite3.Connection:
     try:
         return _probe(_uri(path, "ro"))
-    except sqlite3.OperationalError:
+    except sqlite3.OperationalError as error:
         # In WAL mode a reader needs the log's index beside the file, or the right to make it. Where there is neither,
         # and no log that could hold more than the file, the file alone is the whole truth.
         log = path.with_name(path.name + "-wal")
-        if os.access(path.parent, os.W_OK) or (log.exists() and log.stat().st_size):
+        refused = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        if not refused or (log.exists() and log.stat().st_size):
             raise
         return _probe(_uri(path, "ro") + "&immutable=1")
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import anyio
@@ -142,7 +143,7 @@ async def arollout(
     timeout: float | None = None,
     seed: int = 0,
     split: str = "train",
-    run_dir: str | None = None,
+    run_dir: str | Path | None = None,
     config: RolloutConfig | None = None,
     torch_engine: TorchEngineConfig | None = None,
 ) -> list[TrajectoryGroup]:
@@ -198,7 +199,7 @@ async def _run(
     limit: int | None,
     seed: int,
     split: str,
-    run_dir: str | None,
+    run_dir: str | Path | None,
 ) -> list[TrajectoryGroup]:
     if group_size < 1:
         raise ConfigError(f"group_size={group_size} must be at least 1")
@@ -236,6 +237,14 @@ async def aevaluate(
     return Evaluation(groups=await arollout(policy_or_env, env_or_tasks, split=split, **arguments))
 
 
+def in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def blocking(twin: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P, T]:
     """The blocking form of an async function, with its signature: it runs on a loop of its own.
 
@@ -244,14 +253,12 @@ def blocking(twin: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P
 
     @functools.wraps(twin)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(twin(*args, **kwargs))
-        raise MoltError(f"{name}() was called inside a running event loop; use `await {twin.__name__}(...)` there")
+        if in_event_loop():
+            raise MoltError(f"{name}() was called inside a running event loop; use `await {twin.__name__}(...)` there")
+        return asyncio.run(twin(*args, **kwargs))
 
     run.__name__ = run.__qualname__ = name
-    del run.__wrapped__  # type: ignore[attr-defined]  # else inspect takes it for the coroutine function
+    del run.__wrapped__  # else inspect takes it for the coroutine function
     run.__signature__ = inspect.signature(twin)  # type: ignore[attr-defined]
     return run
 

@@ -24,7 +24,7 @@ from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_sampling, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError, RequestError, RunFailedError, StoreError
-from molt_sdk.evaluate import Evaluation, blocking, first_error, run_tasks, sampled_tokens, with_keywords
+from molt_sdk.evaluate import Evaluation, blocking, first_error, run_tasks, with_keywords
 from molt_sdk.model import check_trainable
 from molt_sdk.progress import Display, Tracker, Trackers
 from molt_sdk.rendering.renderer import Renderer
@@ -43,32 +43,33 @@ EXTENDABLE = ("steps", "eval_every", "checkpoint_every")
 
 
 class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that ``fit`` can be told, as data. Each field is a flag of ``molt-sdk fit`` and a key of ``run.toml``.
-
-    model: model directory.  steps: total optimizer steps of the run.
-    group_size: trajectories per task.  groups_per_step: groups in one optimizer step.
-    max_staleness: most optimizer steps between the weights that sampled a token and those that train on it; 0 waits
-        for every update before it samples again.
-    seed: of task order and sampling.  engine: "auto" or "torch".
-    eval_every: steps between evaluations; None evaluates before the first and after the last step.
-    eval_group_size: trajectories per evaluation task.
-    checkpoint_every: steps between saved checkpoints; the last step is always saved.
-    max_failed_groups: groups in a row without one scored trajectory that end the run.
-    max_uncertified: share of trajectories that may fail their certificate before the run ends.
-    """
+    """Everything that ``fit`` can be told, as data: each field is a flag of ``molt-sdk fit``, a key of ``run.toml``."""
 
     model: str = ""
+    """Model directory in Hugging Face format."""
     steps: int = 0
+    """Optimizer steps in total, those of a resumed run included."""
     group_size: int = 8
+    """Trajectories per task; their rewards are compared with each other."""
     groups_per_step: int = 8
+    """Groups in one optimizer step."""
     max_staleness: int = 1
+    """Most optimizer steps between the weights that sampled a token and those that train on it; 0 waits for every
+    update before it samples again."""
     seed: int = 0
+    """Of the task order and of sampling."""
     engine: Literal["auto", "torch"] = "auto"
+    """Where the model samples; ``auto`` is ``torch``, in this process."""
     eval_every: int | None = None
+    """Steps between evaluations of the held-out tasks; None: only before the first and after the last step."""
     eval_group_size: int = 1
+    """Trajectories per held-out task."""
     checkpoint_every: int = 10
+    """Steps between checkpoints; the last step is always saved, and the two newest are kept."""
     max_failed_groups: int = 16
+    """Groups in a row without a single scored trajectory that end the run."""
     max_uncertified: float = 0.05
+    """Share of the trajectories that may fail their certificate (and are not trained) before the run ends."""
     sampling: SamplingParams = SamplingParams()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -129,8 +130,8 @@ async def afit(
             learning_rate 1e-6, max_staleness 1, seed 0, engine "auto"); contradicting it is an error.
 
     Raises:
-        MoltError: DefinitionError, ConfigError, ModelPathError, StoreError before anything is loaded; RunFailedError when
-            every rollout fails; TrainingError from the trainer. Trajectories recorded until then stay in the run.
+        MoltError: DefinitionError, ConfigError, ModelPathError, StoreError before anything is loaded; RunFailedError
+            when every rollout fails; TrainingError from the trainer. What was recorded until then stays in the run.
     """
     config = _merge(
         config or FitConfig(),
@@ -376,7 +377,7 @@ class _Job:
         path = self.store.dir / "checkpoints" / f"step-{self.step}"
         await self.trainer_thread.run(self.trainer.save, path)
         self.saved_step = self.step
-        await self.store.add_checkpoint(self.step, self.trainer.version, path.relative_to(self.store.dir))
+        await self.store.add_checkpoint(self.step, self.trainer.version, path)
         kept = open_run(self.store.dir).checkpoints
         for old in kept[:-2]:
             shutil.rmtree(old.path, ignore_errors=True)

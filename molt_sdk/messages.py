@@ -37,7 +37,7 @@ def _normalize_one(message: Any, place: str) -> Message:
         clean["tool_calls"] = [_normalize_call(call, place) for call in message["tool_calls"]]
     for key in ("tool_call_id", "name", "reasoning"):
         if message.get(key) is not None:
-            clean[key] = message[key]  # type: ignore[literal-required]
+            clean[key] = message[key]
     return clean
 
 

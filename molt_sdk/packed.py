@@ -24,7 +24,7 @@ def pack_floats(values: Iterable[float]) -> bytes:
 
 
 def unpack_floats(data: bytes) -> list[float]:
-    return memoryview(data).cast("f").tolist()
+    return array("f", data).tolist()
 
 
 def to_spans(values: Sequence[int]) -> tuple[Span, ...]:

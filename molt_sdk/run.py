@@ -192,8 +192,8 @@ class Run:
             have = f"there are batches for steps {steps[0]} to {steps[-1]}" if steps else "none was committed yet"
             raise StoreError(f"{self.dir} has no batch of step {step}; {have}")
         rows = self._rows(
-            "SELECT epoch, position, data FROM json_each(?) AS batch JOIN trajectories ON id = batch.value "
-            "JOIN blobs USING (seq) ORDER BY batch.key",
+            "SELECT epoch, position, data FROM json_each(?) AS batch "
+            "JOIN trajectories ON trajectories.id = batch.value JOIN blobs USING (seq) ORDER BY batch.key",
             (found[0][0],),
         )
         groups = []

@@ -7,6 +7,7 @@ survives ``kill -9`` and power loss. Reading is run.py's job and works while thi
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -41,7 +42,7 @@ class Store:
     def __init__(self, directory: Path, connection: sqlite3.Connection, resources: contextlib.ExitStack) -> None:
         """Use :meth:`create` or :meth:`resume`."""
         self.dir = directory
-        self._metrics = (directory / database.METRICS).open("ab")
+        self._metrics = (directory / database.METRICS).open("ab", buffering=0)
         resources.callback(lambda: self._metrics.close())  # whichever file it is by then
         self._writer = Writer(connection, str(directory), resources.pop_all())  # its thread closes them now
 
@@ -169,14 +170,15 @@ class Store:
         return str(place.relative_to(home) if place.is_relative_to(home) else place)
 
     def _append_metrics(self, line: str) -> None:
-        self._metrics.write(line.encode())
-        self._metrics.flush()
+        data = line.encode()
+        if self._metrics.write(data) != len(data):
+            raise OSError(errno.ENOSPC, "a line was written in part", self._metrics.name)
 
     def _rewrite_metrics(self, connection: sqlite3.Connection) -> None:
         path = self.dir / database.METRICS
         database.replace_text(path, _metrics_lines(connection))
         self._metrics.close()
-        self._metrics = path.open("ab")
+        self._metrics = path.open("ab", buffering=0)
 
 
 def _check_free(directory: Path) -> None:

@@ -73,21 +73,22 @@ class Task(Struct, frozen=True):
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to sample one completion. Every field is sent to the engine explicitly; nothing is left to server defaults.
-
-    temperature: 0 is greedy; training needs > 0.  top_p, top_k, min_p: 1.0, 0, 0.0 switch the filter off.
-    max_tokens: most new tokens of one call (clamped to the room left in the context).
-    stop: strings that end the completion (the sampled tokens up to and including the match are kept).
-    seed: mixed with task position and trajectory index, so that siblings differ.
-    """
+    """How to sample one completion. Every field is sent to the engine; nothing is left to a server's defaults."""
 
     temperature: float = 1.0
+    """0 is greedy; training needs > 0."""
     top_p: float = 1.0
+    """Nucleus mass that is kept; 1 keeps all."""
     top_k: int = 0
+    """Most likely tokens that are kept; 0 keeps all."""
     min_p: float = 0.0
+    """Least probability, relative to the most likely token, that is kept; 0 keeps all."""
     max_tokens: int = 512
+    """Most new tokens of one call, clamped to the room left in the context."""
     stop: tuple[str, ...] = ()
+    """Strings that end a completion; the sampled tokens up to and including the match are kept."""
     seed: int | None = None
+    """Mixed with the task's position and the trajectory's index, so that siblings differ."""
 
     def __post_init__(self) -> None:
         from molt_sdk.errors import ConfigError
@@ -344,7 +345,7 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     def scored(self) -> list[Trajectory]:
         return [t for t in self.trajectories if t.scored]
 
-    def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Trajectory]:
         return iter(self.trajectories)
 
     def __len__(self) -> int:

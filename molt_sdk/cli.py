@@ -1,0 +1,215 @@
+"""``molt-sdk fit|eval|rollout|show``: flags made from the config structs; ``--config run.toml`` sets their defaults."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import tyro
+from msgspec import Struct
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from molt_sdk.config import RolloutConfig
+from molt_sdk.engines.torch_config import TorchEngineConfig
+from molt_sdk.errors import ConfigError, MoltError
+from molt_sdk.evaluate import Evaluation, rollout
+from molt_sdk.fit import FitConfig, fit
+from molt_sdk.load import load_agent
+from molt_sdk.run import open_run
+from molt_sdk.show import show_evaluation, show_run, show_trajectory
+from molt_sdk.types import SamplingParams
+
+C = TypeVar("C", bound=Struct)
+
+USAGE = """usage: molt-sdk COMMAND ...
+
+  fit AGENT --model DIR --steps N   train an agent file (or a shipped agent such as calculator)
+  eval AGENT --model DIR            run it on held-out tasks and sum up
+  rollout AGENT --model DIR         run it and keep the trajectories, without a trainer
+  show RUN [ID]                     print a run, or one trajectory of it
+
+Each command explains its flags with --help. --config run.toml sets them from a file."""
+
+
+class RolloutCommandConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of ``molt-sdk eval`` and ``molt-sdk rollout``."""
+
+    model: str = ""
+    """Model directory in Hugging Face format."""
+    group_size: int = 1
+    """Trajectories per task."""
+    limit: int | None = None
+    """Most tasks."""
+    seed: int = 0
+    """Of the tasks and of sampling."""
+    sampling: SamplingParams = SamplingParams()
+    rollout: RolloutConfig = RolloutConfig()
+    torch_engine: TorchEngineConfig = TorchEngineConfig()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point; exits with 2 for what the user can correct, 1 for a run that failed."""
+    arguments = sys.argv[1:] if argv is None else argv
+    commands = {"fit": _fit, "eval": _eval, "rollout": _rollout, "show": _show}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        raise SystemExit(0 if arguments else 2)
+    command = commands.get(arguments[0])
+    if command is None:
+        print(f"error: unknown command {arguments[0]!r}; use one of {', '.join(commands)}", file=sys.stderr)
+        raise SystemExit(2)
+    try:
+        command(arguments[1:])
+    except MoltError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _fit(argv: list[str]) -> None:
+    defaults, argv = _config_file(argv, FitConfig)
+
+    def command(
+        agent: Positional[str],
+        config: Annotated[FitConfig, arg(name="")] = defaults,
+        run_dir: Path | None = None,
+        resume: bool = False,
+        policy: str | None = None,
+        eval_limit: int = 0,
+    ) -> None:
+        """Train an agent.
+
+        Args:
+            agent: Agent file, or the name of a shipped agent.
+            run_dir: Where the run is kept (default: runs/<time>-<policy>).
+            resume: Go on with the run in run-dir if there is one.
+            policy: Which policy of the file, if it has several.
+            eval_limit: Held-out tasks to run before and after; 0 for none.
+        """
+        first, environment = load_agent(agent, policy)
+        held_out = _held_out(environment or first, eval_limit, config.seed)
+        run = fit(first, environment, config=config, run_dir=run_dir, resume=resume, eval_tasks=held_out)
+        show_run(run, Console())
+
+    _call(command, argv, "molt-sdk fit")
+
+
+def _eval(argv: list[str]) -> None:
+    _run_tasks(argv, "eval", "eval")
+
+
+def _rollout(argv: list[str]) -> None:
+    _run_tasks(argv, "rollout", "train")
+
+
+def _run_tasks(argv: list[str], name: str, default_split: str) -> None:
+    defaults, argv = _config_file(argv, RolloutCommandConfig)
+
+    def command(
+        agent: Positional[str],
+        config: Annotated[RolloutCommandConfig, arg(name="")] = defaults,
+        run_dir: Path | None = None,
+        policy: str | None = None,
+        split: str = default_split,
+    ) -> None:
+        """Run an agent without training it.
+
+        Args:
+            agent: Agent file, or the name of a shipped agent.
+            run_dir: Keep the trajectories there.
+            policy: Which policy of the file, if it has several.
+            split: Which tasks of the environment.
+        """
+        first, environment = load_agent(agent, policy)
+        groups = rollout(
+            first,
+            environment,
+            model=config.model,
+            group_size=config.group_size,
+            limit=config.limit,
+            seed=config.seed,
+            split=split,
+            run_dir=run_dir,
+            sampling=config.sampling,
+            config=config.rollout,
+            torch_engine=config.torch_engine,
+        )
+        show_evaluation(Evaluation(groups=groups), Console())
+
+    _call(command, argv, f"molt-sdk {name}")
+
+
+def _show(argv: list[str]) -> None:
+    def command(run: Positional[Path], trajectory: Positional[str] = "", limit: int = 10) -> None:
+        """Print a run, or one trajectory of it.
+
+        Args:
+            run: Run directory.
+            trajectory: Id of a trajectory; its first characters are enough.
+            limit: Trajectories to list.
+        """
+        found = open_run(run)
+        if trajectory:
+            show_trajectory(found.trajectory(trajectory), Console())
+        else:
+            show_run(found, Console(), limit=limit)
+
+    _call(command, argv, "molt-sdk show")
+
+
+def _call(command: Any, argv: list[str], prog: str) -> None:
+    tyro.cli(command, args=argv, prog=prog)
+
+
+def _config_file(argv: list[str], kind: type[C]) -> tuple[C, list[str]]:
+    """Defaults from ``--config FILE`` and the arguments without it. Raises ConfigError naming the wrong key."""
+    rest = list(argv)
+    for i, argument in enumerate(rest):
+        if argument == "--config" or argument.startswith("--config="):
+            inline = argument.startswith("--config=")
+            if not inline and i + 1 == len(rest):
+                raise ConfigError("--config needs a TOML file")
+            name = argument.removeprefix("--config=") if inline else rest[i + 1]
+            del rest[i : i + (1 if inline else 2)]
+            return read_config(Path(name), kind), rest
+    return kind(), rest
+
+
+def read_config(path: Path, kind: type[C]) -> C:
+    """A config struct from a TOML file. Raises ConfigError naming the key, and the nearest known one."""
+    import difflib
+    import tomllib
+
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        key = str(error).split("`")[1] if "unknown field" in str(error) else ""
+        near = difflib.get_close_matches(key, _field_names(kind), 1) if key else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"--config {path}: {error}{hint}") from None
+
+
+def _field_names(kind: type[Struct]) -> list[str]:
+    names: list[str] = []
+    for field in msgspec.structs.fields(kind):
+        names.append(field.name)
+        if isinstance(field.type, type) and issubclass(field.type, Struct):
+            names += _field_names(field.type)
+    return names
+
+
+def _held_out(environment: Any, limit: int, seed: int) -> Any:
+    if not limit:
+        return None
+    tasks = getattr(environment, "tasks", None)
+    if tasks is None:
+        raise ConfigError("--eval-limit needs an environment with a static method tasks(split, seed)")
+    from itertools import islice
+
+    return list(islice(tasks("eval", seed), limit))

@@ -1,0 +1,113 @@
+"""Runs and trajectories in the terminal. Whatever a model wrote is shown with control characters made visible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from molt_sdk.evaluate import Evaluation, sampled_tokens
+from molt_sdk.progress import visible
+from molt_sdk.run import Run
+from molt_sdk.types import Message, Trajectory, Turn
+
+COLUMNS = ("step", "reward", "loss", "grad_norm", "tokens", "seconds", "staleness", "failures", "eval/reward")
+
+
+def show_run(run: Run, console: Console, *, limit: int = 10) -> None:
+    """Steps with their main numbers, trajectories by status, the newest trajectories."""
+    console.print(f"run {run.dir}", markup=False)
+    table = Table(*COLUMNS, box=None)
+    for row in run.metrics:
+        table.add_row(*(_number(row.get(column)) for column in COLUMNS))
+    console.print(table)
+    console.print("trajectories: " + (", ".join(f"{n} {s}" for s, n in run.status.items()) or "none"), markup=False)
+    for checkpoint in run.checkpoints:
+        console.print(f"checkpoint: step {checkpoint.step}, {checkpoint.path}", markup=False)
+    console.print(_trajectory_table(run.trajectories(limit=limit)))
+
+
+def show_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """The summary of an evaluation and its first trajectories."""
+    table = Table("", "", box=None, show_header=False)
+    for name, value in evaluation.summary().items():
+        table.add_row(name, _number(value))
+    for status, count in evaluation.failures.items():
+        table.add_row(status, str(count))
+    console.print(table)
+    console.print(_trajectory_table(evaluation.trajectories[:10]))
+
+
+def show_trajectory(trajectory: Trajectory, console: Console) -> None:
+    """One trajectory as the conversation(s) that were recorded, with what was trained."""
+    head = f"trajectory {trajectory.id}  {trajectory.status}  reward {_number(trajectory.reward)}"
+    console.print(head, style="bold", markup=False)
+    for name, value in {**trajectory.rewards, **trajectory.metrics}.items():
+        console.print(f"  {name} {_number(value)}", markup=False)
+    for turn in trajectory.turns:
+        _show_turn(turn, console)
+    certificate = trajectory.certify()
+    verdict = "exact" if certificate.ok else "NOT exact: " + "; ".join(certificate.problems)
+    console.print(
+        f"{certificate.trained_tokens} trained tokens, {certificate.context_tokens} context tokens; {verdict}",
+        markup=False,
+    )
+    for execution in trajectory.tool_executions:
+        if execution.error:
+            console.print(f"tool {execution.call['function']['name']}: {execution.error}", style="red", markup=False)
+    if trajectory.error:
+        console.print(_lines(trajectory.error), style="red", markup=False)
+
+
+def _show_turn(turn: Turn, console: Console) -> None:
+    start = f"extends turn {turn.parent}" if turn.parent is not None else f"new root: {turn.fork_reason}"
+    versions = sorted({version for version, _, _ in turn.version_spans})
+    console.print(
+        f"── turn {turn.id} ({turn.agent}; {start}; {len(turn.completion_i32) // 4} tokens, version "
+        f"{', '.join(map(str, versions))}, {turn.finish_reason})",
+        style="dim",
+        markup=False,
+    )
+    for message in turn.new_messages:
+        _show_message(message, console)
+    _show_message(turn.message, console)
+
+
+def _show_message(message: Message, console: Console) -> None:
+    text = Text(f"{message['role']}: ", style="bold")
+    text.append(_lines(str(message.get("content") or "")), style="")
+    for call in message.get("tool_calls") or ():
+        text.append(f"\n  → {call['function']['name']}({_lines(call['function']['arguments'])})", style="cyan")
+    console.print(text)
+
+
+def _trajectory_table(trajectories: Iterable[Trajectory]) -> Table:
+    table = Table("id", "split", "task", "status", "reward", "turns", "tokens", "last reply", box=None)
+    for t in trajectories:
+        prompt = t.task.prompt if isinstance(t.task.prompt, str) else str(t.task.prompt[-1].get("content"))
+        table.add_row(
+            t.id[:8],
+            t.split,
+            Text(visible(prompt, 30)),
+            t.status,
+            _number(t.reward),
+            str(len(t.turns)),
+            str(sampled_tokens([t])),
+            Text(visible(t.text, 40)),
+        )
+    return table
+
+
+def _number(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4g}"
+    return f"{value:.0f}" if isinstance(value, int | float) else visible(str(value), 40)
+
+
+def _lines(text: str) -> str:
+    """Text in which only line breaks act; other control characters are visible."""
+    return "\n".join(visible(line, 100_000) for line in text.splitlines())
