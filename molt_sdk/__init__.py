@@ -1,7 +1,7 @@
 """molt_sdk: train LLM agents that are ordinary async Python functions.
 
-Decorate a function with ``@policy``, call ``fit``. Every model call is recorded token for token, and only what the model
-sampled is trained.
+Decorate a function with ``@policy``, call ``fit``. Every model call is recorded token for token, and only what the
+model sampled is trained.
 """
 
 from molt_sdk.config import RolloutConfig

@@ -1,4 +1,4 @@
-"""What a user handed to ``fit``, ``evaluate`` or ``rollout``: checked and put into one shape before anything is loaded."""
+"""What a user handed to ``fit``, ``evaluate`` or ``rollout``: checked and put into one shape before any loading."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class TaskSource:
                 raise ConfigError(f"{place} is empty; give at least one task")
             for i, row in enumerate(source):
                 to_task(row, f"{place}[{i}]")
-        elif not callable(source) and not isinstance(source, Iterable | AsyncIterable):
-            raise ConfigError(f"{place} must be an iterable of Task or dict rows, got {type(source).__name__}")
-        elif isinstance(source, str | bytes | Mapping):
+        elif isinstance(source, str | bytes | Mapping) or not (
+            callable(source) or isinstance(source, Iterable | AsyncIterable)
+        ):
             raise ConfigError(f"{place} must be an iterable of Task or dict rows, got {type(source).__name__}")
 
     @property
@@ -191,13 +191,13 @@ def resolve_agent(
     if need_reward and not specs:
         if policy is None:
             raise ConfigError(
-                "there is no reward source: give rewards=[fn], or an environment with @molt.reward methods, or a policy "
-                "that returns a number"
+                "there is no reward source: give rewards=[fn], or an environment with @molt.reward methods, or a "
+                "policy that returns a number"
             )
         if inspect.signature(policy).return_annotation in (None, "None", type(None)):
             raise ConfigError(
-                f"there is no reward source: policy {where(policy)} is annotated to return None, and neither rewards=... "
-                "nor @molt.reward methods are given. Return a number or add a reward"
+                f"there is no reward source: policy {where(policy)} is annotated to return None, and neither "
+                "rewards=... nor @molt.reward methods are given. Return a number or add a reward"
             )
     if tasks is None:
         tasks = getattr(environment, "tasks", None)
@@ -246,8 +246,8 @@ def _check_environment(environment: type) -> None:
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
         raise DefinitionError(
-            f"environment {environment.__qualname__}.__init__ takes ({', '.join(p.name for p in parameters)}); it is made "
-            "with the task alone: `def __init__(self, task)` or no __init__"
+            f"environment {environment.__qualname__}.__init__ takes ({', '.join(p.name for p in parameters)}); it is "
+            "made with the task alone: `def __init__(self, task)` or no __init__"
         )
 
 

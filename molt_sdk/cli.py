@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.torch_config import TorchEngineConfig
-from molt_sdk.errors import ConfigError, MoltError
+from molt_sdk.errors import ConfigError, EngineError, MoltError, RunFailedError, TrainingError
 from molt_sdk.evaluate import Evaluation, rollout
 from molt_sdk.fit import FitConfig, fit
 from molt_sdk.load import load_agent
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         command(arguments[1:])
     except MoltError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+        raise SystemExit(1 if isinstance(error, RunFailedError | TrainingError | EngineError) else 2) from None
 
 
 def _fit(argv: list[str]) -> None:

@@ -102,8 +102,8 @@ def check_policy(fn: Any) -> None:
     keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if len(required) != 2 or len(positional) != 2 or keyword_only:
         raise DefinitionError(
-            f"policy {where(fn)} takes ({', '.join(p.name for p in parameters)}); a policy takes exactly two positional "
-            "parameters, (task, model) or (environment, model)"
+            f"policy {where(fn)} takes ({', '.join(p.name for p in parameters)}); a policy takes exactly two "
+            "positional parameters, (task, model) or (environment, model)"
         )
 
 

@@ -113,6 +113,7 @@ async def run_tasks(
     try:
         async with anyio.create_task_group() as task_group:
             for i in range(len(tasks)):
+                await rollouts.turnstile.turn()
                 task_group.start_soon(one, i)
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None

@@ -249,7 +249,7 @@ class _Job:
 
     async def _train(self) -> None:
         if self.resumed:
-            self.buffer.start_at(_next_position(self.store.dir, self.step))
+            self.buffer.start_at(open_run(self.store.dir).next_position(self.step))
             await self.store.discard_after(self.step)
         if self.trainer.version != self.engine.version or self.resumed:
             await self.engine.update_weights(self.trainer.weights(), self.trainer.version)
@@ -458,9 +458,3 @@ def _open_store(directory: Path, resume: bool, agent: Agent, config: FitConfig) 
         raise StoreError(f"{directory} holds another run; give resume=True to go on with it, or another run_dir")
     meta = {"kind": "fit", "policy": agent.policy_name, "environment": agent.environment_name}
     return Store.create(directory, meta=meta, config=settings), False
-
-
-def _next_position(directory: Path, step: int) -> int:
-    """First position of the task stream that no step up to ``step`` has taken."""
-    taken = [t.position for s in range(1, step + 1) for t in open_run(directory).groups(s)]
-    return max(taken, default=-1) + 1

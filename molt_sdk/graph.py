@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import msgspec
 
-from molt_sdk.packed import pack_floats
 from molt_sdk.messages import parsed_arguments
+from molt_sdk.packed import pack_floats
 from molt_sdk.types import Certificate, Message, Sample, Trajectory, Turn
 
-_ENCODER = msgspec.msgpack.Encoder(order="sorted")
 
-
-def canonical(message: Message) -> tuple[Any, ...]:
+def canonical(message: Message) -> bytes:
     """What makes two messages the same for lineage: a client that echoes a reply without its reasoning, with parsed
     arguments or with None for "" still continues it; any change of text, name or arguments does not."""
-    calls = tuple(
+    calls = [
         (call["function"]["name"], parsed_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
-    )
-    return message["role"], message.get("content") or "", calls, message.get("tool_call_id") or ""
+    ]
+    parts = [message["role"], message.get("content") or "", calls, message.get("tool_call_id") or ""]
+    return json.dumps(parts, sort_keys=True).encode()  # JSON holds whatever a model writes: huge integers, odd escapes
 
 
 def extend_key(key: bytes, message: Message) -> bytes:
     """Key of a conversation from the key of all but its last message (b"" for none)."""
-    return hashlib.blake2b(key + _ENCODER.encode(canonical(message)), digest_size=16).digest()
+    return hashlib.blake2b(key + canonical(message), digest_size=16).digest()
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[bytes]:
@@ -175,7 +174,7 @@ def _row(trajectory_id: str, path: Sequence[Turn], trained: set[int]) -> Sample:
 
 def certify(trajectory: Trajectory) -> Certificate:
     """Check structure from the record alone: links, lengths, versions, and that the rows train each trainable sampled
-    token exactly once under exactly the prompt that its call recorded. The truth of the logprobs is not checked here."""
+    token exactly once under exactly the prompt that its call recorded. The truth of the logprobs is not checked."""
     problems = [problem for i, turn in enumerate(trajectory.turns) for problem in _turn_problems(trajectory, i, turn)]
     rows = samples(trajectory) if not problems else []
     abandoned = abandoned_turns(trajectory) if not problems else set()

@@ -33,25 +33,43 @@ def _normalize_one(message: Any, place: str) -> Message:
     if message["role"] not in ROLES:
         raise RequestError(f"{place} has role {message['role']!r}; use one of {', '.join(ROLES)}")
     clean: Message = {"role": message["role"], "content": _content_text(message.get("content"), place)}
-    if message.get("tool_calls"):
-        clean["tool_calls"] = [_normalize_call(call, place) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+            raise RequestError(f"{place} has tool_calls of type {type(calls).__name__}; use a list of tool calls")
+        clean["tool_calls"] = [normalize_call(call, place) for call in calls]
     for key in ("tool_call_id", "name", "reasoning"):
-        if message.get(key) is not None:
-            clean[key] = message[key]
+        value = message.get(key)
+        if value is not None:
+            if not isinstance(value, str):
+                raise RequestError(f"{place} has {key}={value!r:.80} of type {type(value).__name__}; use a string")
+            clean[key] = encodable(value, f"{place}, {key},")
     return clean
+
+
+def copied(message: Message) -> Message:
+    """The same message in objects of its own: what a user does to it changes no record."""
+    copy: Message = {**message}
+    if "tool_calls" in message:
+        copy["tool_calls"] = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
+    return copy
+
+
+def encodable(text: str, place: str) -> str:
+    """The text itself. Raises RequestError if it holds half of a surrogate pair, which no tokenizer can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{place} holds a lone surrogate at character {error.start}; the tokenizer cannot encode it"
+        ) from None
+    return text
 
 
 def _content_text(content: Any, place: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"{place} holds a lone surrogate at character {error.start}; the tokenizer cannot encode it"
-            ) from None
-        return content
+        return encodable(content, place)
     if isinstance(content, Sequence):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -61,23 +79,31 @@ def _content_text(content: Any, place: str) -> str:
     raise RequestError(f"{place} has content of type {type(content).__name__}; use a string or a list of text parts")
 
 
-def _normalize_call(call: Any, place: str) -> ToolCall:
+def normalize_call(call: Any, place: str) -> ToolCall:
+    """A well-formed tool call in objects of its own. Raises RequestError."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{place} has a tool call {call!r}; expected {{id, type, function: {{name, arguments}}}}")
-    arguments = function.get("arguments", "{}")
+    arguments = function.get("arguments")
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        try:
+            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{place} has a tool call whose arguments are not JSON: {error}") from None
+    place = f"{place}, tool call {function['name']!r},"
     return {
-        "id": str(call.get("id") or ""),
+        "id": encodable(str(call.get("id") or ""), place),
         "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
+        "function": {"name": encodable(function["name"], place), "arguments": encodable(arguments, place)},
     }
 
 
 def parsed_arguments(arguments: str) -> Any:
-    """Arguments as data when they are JSON, else the text itself."""
+    """Arguments as data when they are JSON that can be written again, else the text itself."""
     try:
-        return json.loads(arguments)
-    except ValueError:
+        value = json.loads(arguments)
+        if "\\ud" in arguments.lower():  # an escaped surrogate may lack its other half
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         return arguments
+    return value

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import difflib
+import functools
+import inspect
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from decimal import Decimal
 from typing import Any
 
 import anyio
 import msgspec
 
-from molt_sdk.decorators import mark_of, where
-from molt_sdk.errors import ConfigError, ModelClosedError, RequestError, RewardError
+from molt_sdk.decorators import MARK, mark_of, where
+from molt_sdk.errors import ConfigError, EngineError, ModelClosedError, RequestError, RewardError
+from molt_sdk.messages import copied, normalize, normalize_call
 from molt_sdk.recorder import Recorder, Scope
-from molt_sdk.messages import normalize
 from molt_sdk.tools import Tool, ToolArgumentsError, result_text, tools_from
 from molt_sdk.types import FinishReason, Message, SamplingParams, ToolCall, ToolExecution, Turn
-from molt_sdk.workers import PinnedThread, WorkerPool
+from molt_sdk.workers import PinnedThread, WorkerPool, contained
 
 DEFAULT_MAX_TURNS = 10
 
 
-class Stop(Exception):  # noqa: N818 (a signal, like StopIteration)
+class Stop(Exception):
     """Raised by a tool: its result is recorded and the tool loop ends."""
 
     def __init__(self, result: Any = None) -> None:
@@ -33,7 +37,7 @@ class Stop(Exception):  # noqa: N818 (a signal, like StopIteration)
         self.result = result
 
 
-class Reject(Exception):  # noqa: N818
+class Reject(Exception):
     """Raised by a policy: the trajectory is ``rejected``, recorded and never trained."""
 
     def __init__(self, reason: str = "") -> None:
@@ -54,8 +58,11 @@ class SamplingRules(msgspec.Struct, frozen=True):
     overrule: bool
     """``sampling_from="config"``: temperature and filters that the agent asks for are replaced by the defaults."""
 
-    def resolve(self, overrides: Mapping[str, Any], place: str) -> SamplingParams:
-        """Defaults with the call's own values. Raises RequestError for what cannot be asked for here."""
+    def resolve(self, overrides: Mapping[str, Any], place: str, *, trainable: bool = True) -> SamplingParams:
+        """Defaults with the call's own values; a fork that is not trained may ask for any.
+
+        Raises RequestError for what cannot be asked for here.
+        """
         known = SamplingParams.__struct_fields__
         for name in overrides:
             if name not in known:
@@ -63,15 +70,13 @@ class SamplingRules(msgspec.Struct, frozen=True):
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
                 raise RequestError(f"{place}: unknown sampling parameter {name!r}{hint}")
         values = dict(overrides)
-        if "stop" in values:
-            values["stop"] = (values["stop"],) if isinstance(values["stop"], str) else tuple(values["stop"] or ())
-        if self.overrule:
+        if self.overrule and trainable:
             values = {k: v for k, v in values.items() if k in ("max_tokens", "stop", "seed")}
         try:
             params = msgspec.structs.replace(self.defaults, **values) if values else self.defaults
-        except (ConfigError, TypeError) as error:
+        except ConfigError as error:
             raise RequestError(f"{place}: {error}") from None
-        if self.training:
+        if self.training and trainable:
             check_trainable(params, place)
         return params
 
@@ -84,9 +89,15 @@ def check_trainable(params: SamplingParams, place: str) -> None:
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if getattr(params, name) != off:
             raise RequestError(
-                f"{place}: {name}={getattr(params, name)} renormalises the sampler's distribution and the trainer would "
-                f"see wrong ratios; use {name}={off} in training, {advice}"
+                f"{place}: {name}={getattr(params, name)} renormalises the sampler's distribution and the trainer "
+                f"would see wrong ratios; use {name}={off} in training, {advice}"
             )
+
+
+_inside_tool: contextvars.ContextVar[tuple[Session, asyncio.Lock] | None] = contextvars.ContextVar(
+    "molt_inside_tool", default=None
+)
+"""The trajectory whose environment runs a tool in this context, and what makes the tools that this tool runs serial."""
 
 
 class Session:
@@ -100,27 +111,56 @@ class Session:
         self.pool = pool
         self.thread = PinnedThread(pool)
         self.environment: object | None = None
+        self.opening: asyncio.Task[BaseException | None] | None = None
+        """Makes the environment; outlives a cancelled trajectory, so that what was opened can be closed."""
         self.max_turns = max_turns
-        self.serial = asyncio.Lock()
-        self._tools: tuple[object, list[Tool]] | None = None
+        self._serial = asyncio.Lock()
+        self._environment_tools: list[Tool] | None = None
 
     def tools(self, source: Any) -> list[Tool]:
-        """Tools of an environment, functions or Tools; the last source is remembered."""
+        """Tools of an environment, functions or Tools. Raises DefinitionError, and RequestError for a class."""
         if source is None:
             return []
-        if self._tools is None or self._tools[0] is not source:
-            self._tools = (source, tools_from(source))
-        return self._tools[1]
+        if inspect.isclass(source):
+            raise RequestError(
+                f"tools={source.__qualname__} is a class; pass the instance, whose methods can be called"
+            )
+        if source is not self.environment:  # a list may be another one at the next call
+            return tools_from(source)
+        if self._environment_tools is None:
+            self._environment_tools = tools_from(source)
+        return self._environment_tools
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """One tool of the environment at a time; a tool that runs tools (a sub-agent) does not wait for itself."""
+        inside = _inside_tool.get()
+        lock = inside[1] if inside is not None and inside[0] is self else self._serial
+        async with lock:
+            token = _inside_tool.set((self, asyncio.Lock()))
+            try:
+                yield
+            finally:
+                _inside_tool.reset(token)
 
     def is_environment(self, tool: Tool) -> bool:
         return self.environment is not None and getattr(tool.fn, "__self__", None) is self.environment
 
-    async def call(self, fn: Callable[..., Any], *args: Any, pinned: bool, **kwargs: Any) -> Any:
+    async def call(self, fn: Callable[..., Any], *args: Any, pinned: bool) -> Any:
         """Call user code: async on the loop, sync on a thread (the environment's own if ``pinned``)."""
-        if asyncio.iscoroutinefunction(fn):
-            return await fn(*args, **kwargs)
-        result = await (self.thread if pinned else self.pool).run(fn, *args, **kwargs)
-        return await result if asyncio.iscoroutine(result) else result
+        return await call_user_code(self.thread if pinned else self.pool, fn, *args)
+
+
+async def call_user_code(threads: PinnedThread | WorkerPool, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call ``fn``: async on the loop, sync on one of the threads. A sync function may return a coroutine."""
+
+    async def call() -> Any:
+        if inspect.iscoroutinefunction(fn):
+            return await fn(*args)
+        result = await threads.run(fn, *args)
+        return await result if inspect.iscoroutine(result) else result
+
+    return await contained(call(), describe(fn))
 
 
 class Reply:
@@ -153,17 +193,17 @@ class Reply:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        return list(self.turn.message.get("tool_calls") or [])
+        return self.message.get("tool_calls") or []
 
     @property
     def message(self) -> Message:
         """The assistant message; append it to the conversation as it is."""
-        return self.turn.message
+        return copied(self.turn.message)
 
     @property
     def messages(self) -> list[Message]:
         """The request's messages with this reply appended: the next request minus what comes after."""
-        return [*self._messages, self.turn.message]
+        return [copied(message) for message in (*self._messages, self.turn.message)]
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -241,13 +281,13 @@ class Model:
             )
         clean = normalize(messages, "model.chat")
         schemas = [tool.schema for tool in self._session.tools(tools)] if tool_choice == "auto" else []
-        params = self._session.rules.resolve(sampling, "model.chat")
+        params = self._session.rules.resolve(sampling, "model.chat", trainable=self._scope.trainable)
         turn, errors = await self._recorder.chat(self._scope, clean, schemas, params)
         return Reply(turn, clean, errors, self._recorder)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
         """Continue raw text (BOS added as the tokenizer does, exactly once) or token ids. Raises as :meth:`chat`."""
-        params = self._session.rules.resolve(sampling, "model.complete")
+        params = self._session.rules.resolve(sampling, "model.complete", trainable=self._scope.trainable)
         turn = await self._recorder.complete(self._scope, prompt, params)
         return Reply(turn, turn.messages, [], self._recorder)
 
@@ -294,31 +334,37 @@ class Model:
             done[i] = await self._execute(calls[i], by_name)
 
         i = 0
-        while i < len(calls) and not any(e is not None and e.stop for e in done):
-            j = i + 1
-            if _is_parallel(calls[i], by_name):
-                while j < len(calls) and _is_parallel(calls[j], by_name):
-                    j += 1
-            async with anyio.create_task_group() as group:
-                for k in range(i, j):
-                    group.start_soon(one, k)
-            i = j
-        finished = [e for e in done if e is not None]
-        self._recorder.executions += finished
-        return any(e.stop for e in finished), [e.message for e in finished]
+        try:
+            while i < len(calls) and not any(e is not None and e.stop for e in done):
+                j = i + 1
+                if _is_parallel(calls[i], by_name):
+                    while j < len(calls) and _is_parallel(calls[j], by_name):
+                        j += 1
+                if j == i + 1:
+                    await one(i)
+                else:
+                    await _together(functools.partial(one, k) for k in range(i, j))
+                i = j
+        finally:
+            finished = [e for e in done if e is not None]
+            self._recorder.executions += finished
+        return any(e.stop for e in finished), [copied(e.message) for e in finished]
 
     async def call_tool(self, call: ToolCall, tools: Any) -> Message:
         """Execute one tool call and return its tool message; recorded. A tool's exception becomes the message's text.
 
         Raises:
             Stop: the tool raised it (its result is recorded).
+            RequestError: the call is not in OpenAI's shape.
+            Reject, EngineError, ModelClosedError: the tool raised it; these are not for the model to read.
         """
+        call = normalize_call(call, "model.call_tool: the argument")
         by_name = {tool.name: tool for tool in self._session.tools(tools)}
         execution = await self._execute(call, by_name)
         self._recorder.executions.append(execution)
         if execution.stop:
             raise Stop(execution.message.get("content"))
-        return execution.message
+        return copied(execution.message)
 
     async def _execute(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolExecution:
         self._recorder.require_open()
@@ -339,9 +385,9 @@ class Model:
             except _ToolTimeoutError:
                 error = f"{name} took longer than its timeout of {tool.timeout} s"
                 content = f"Error: {error}"
-            except ModelClosedError:
+            except (Reject, EngineError, ModelClosedError):
                 raise
-            except Exception as raised:
+            except (Exception, SystemExit) as raised:  # a tool that runs code may well meet an exit()
                 content, error = f"Error: {type(raised).__name__}: {raised}", traceback.format_exc()
         message: Message = {"role": "tool", "content": content, "tool_call_id": call["id"], "name": name}
         return ToolExecution(
@@ -357,18 +403,21 @@ class Model:
         session = self._session
         owned = session.is_environment(tool)
 
-        async def call() -> Any:
+        async def call(pinned: bool) -> str:
             with anyio.move_on_after(tool.timeout):
-                return await session.call(tool.fn, pinned=owned and not tool.parallel, **arguments)
+                return result_text(await session.call(functools.partial(tool.fn, **arguments), pinned=pinned))
             raise _ToolTimeoutError
 
         if owned and not tool.parallel:
-            async with session.serial:
-                return result_text(await call())
-        return result_text(await call())
+            async with session.exclusive():
+                return await call(pinned=True)
+        return await call(pinned=False)
 
     def fork(self, agent: str | None = None, *, trainable: bool = True) -> Model:
-        """A named sub-agent: it may continue what this handle has said so far, and has its own branch and reward."""
+        """A named sub-agent: it may continue what this handle has said so far, and has its own branch and reward.
+
+        Raises RequestError for the name "main": the policy itself has it.
+        """
         return Model(self._session, self._recorder.fork(self._scope, agent, trainable))
 
     def reward(self, value: Any, *, turn: Reply | int | None = None) -> None:
@@ -388,6 +437,16 @@ class Model:
         self._recorder.require_open()
         for name, value in values.items():
             self._recorder.metrics[name] = to_reward(value, f"model.log({name}=...)")
+
+
+async def _together(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Await all at the same time. Raises the first error as it is, not in a group."""
+    try:
+        async with anyio.create_task_group() as group:
+            for call in calls:
+                group.start_soon(call)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def _is_parallel(call: ToolCall, tools: Mapping[str, Tool]) -> bool:
@@ -423,5 +482,9 @@ def to_reward(value: Any, place: str) -> float:
 
 def describe(fn: Any) -> str:
     """Name of a policy, reward or environment for records and messages."""
+    if isinstance(fn, functools.partial):
+        return describe(fn.func)
+    if inspect.isclass(fn) and MARK not in vars(fn):  # a mark that is inherited names the base class
+        return fn.__name__
     mark = mark_of(fn)
     return getattr(mark, "name", None) or getattr(fn, "__name__", None) or where(fn)

@@ -1,4 +1,4 @@
-"""Compact arrays for records: ids as int32, logprobs as float32, versions as spans, all in native little-endian bytes."""
+"""Compact arrays for records: ids as int32, logprobs as float32, versions as spans, in the machine's byte order."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,14 @@ from typing import Any
 import anyio
 import msgspec
 
-from molt_sdk.engines.base import Engine, Generation, GenerateRequest, check_generation
+from molt_sdk.engines.base import Engine, GenerateRequest, Generation, check_generation
 from molt_sdk.errors import ContextLengthError, EngineError, ModelClosedError, MoltError, RequestError
 from molt_sdk.graph import Lineage, explain_new_root, prefix_keys
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
 from molt_sdk.rendering.renderer import Bridge, Renderer
+from molt_sdk.turnstile import Turnstile
 from molt_sdk.types import MAIN_AGENT, Message, SamplingParams, ToolExecution, Turn
+from molt_sdk.workers import being_cancelled
 
 
 class Scope:
@@ -53,12 +56,14 @@ class Plan(msgspec.Struct, frozen=True):
 class Recorder:
     """Every model call of one trajectory goes through :meth:`call`; nothing else reaches the engine."""
 
-    def __init__(self, trajectory_id: str, engine: Engine, renderer: Renderer, *, seed: int, training: bool) -> None:
+    def __init__(
+        self, trajectory_id: str, engine: Engine, renderer: Renderer, turnstile: Turnstile, *, seed: int
+    ) -> None:
         self.trajectory_id = trajectory_id
         self.engine = engine
         self.renderer = renderer
+        self.turnstile = turnstile
         self.seed = seed
-        self.training = training
         self.turns: list[Turn] = []
         self.executions: list[ToolExecution] = []
         self.turn_rewards: dict[int, float] = {}
@@ -75,6 +80,8 @@ class Recorder:
 
     def fork(self, parent: Scope, agent: str | None, trainable: bool) -> Scope:
         self.require_open()
+        if agent == MAIN_AGENT:
+            raise RequestError(f"model.fork: {agent!r} is the policy's own name; give the fork another one")
         name = agent or next(n for i in range(1, 1 << 30) if (n := f"fork{i}") not in self._agents)
         self._agents.add(name)
         return Scope(name, trainable and parent.trainable, parent, len(self.turns))
@@ -96,6 +103,7 @@ class Recorder:
         self, scope: Scope, messages: list[Message], tools: Sequence[Mapping[str, Any]], sampling: SamplingParams
     ) -> tuple[Turn, list[str]]:
         """Record one chat turn; returns it with what was wrong with tool calls that could not be read."""
+        await self.turnstile.turn()
         self.require_open()
         plan = self._plan(scope, messages, tools)
         number, generation, sampling, seconds = await self._generate(plan.prompt, sampling)
@@ -164,12 +172,19 @@ class Recorder:
                 generation = await self.engine.generate(request)
             except MoltError:
                 raise
+            except asyncio.CancelledError as error:
+                if being_cancelled():
+                    raise
+                raise EngineError(
+                    f"engine {self._engine_name}, request {request.request_id}: the engine cancelled the request"
+                ) from error
             except Exception as error:  # whatever an engine raises is the infrastructure's fault, not the agent's
                 raise EngineError(
                     f"engine {self._engine_name}, request {request.request_id}: {type(error).__name__}: {error}"
                 ) from error
             finally:
                 self._in_flight.discard(scope)
+        await self.turnstile.turn()
         self.require_open()
         check_generation(generation, request, self._engine_name)
         return number, generation, sent, time.perf_counter() - started

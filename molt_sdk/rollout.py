@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 import traceback
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -18,11 +19,12 @@ from molt_sdk.agent import Agent, RewardSpec, make_environment
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.base import Engine
 from molt_sdk.errors import ContextLengthError, EngineError, RewardError
-from molt_sdk.model import Model, Reject, SamplingRules, Session, Stop, to_reward
+from molt_sdk.model import Model, Reject, SamplingRules, Session, Stop, call_user_code, to_reward
 from molt_sdk.recorder import Recorder
 from molt_sdk.rendering.renderer import Renderer
+from molt_sdk.turnstile import Turnstile
 from molt_sdk.types import MAIN_AGENT, SamplingParams, Status, Task, Trajectory, TrajectoryGroup
-from molt_sdk.workers import WorkerPool
+from molt_sdk.workers import WorkerPool, contained
 
 USER_ERRORS = (Exception, SystemExit)
 """What user code may raise without ending the run; KeyboardInterrupt and cancellation pass."""
@@ -70,6 +72,7 @@ class Rollouts:
         self._finished = finished
         self._rules = SamplingRules(sampling, training, config.sampling_from == "config")
         self._limiter = anyio.Semaphore(config.max_concurrent)
+        self.turnstile = Turnstile()
 
     async def group(self, task: Task, position: int, epoch: int, size: int) -> TrajectoryGroup:
         """``size`` trajectories of one task, scored together."""
@@ -88,9 +91,10 @@ class Rollouts:
 
     async def trajectory(self, task: Task, position: int = 0, epoch: int = 0, index: int = 0) -> Trajectory:
         """One run of the policy. Never raises for what user code or the engine does."""
+        await self.turnstile.turn()
         seed = zlib.crc32(f"{self.seed}:{self.split}:{epoch}:{position}:{index}".encode())
         identity = uuid.uuid4().hex
-        recorder = Recorder(identity, self.engine, self.renderer, seed=seed, training=self.training)
+        recorder = Recorder(identity, self.engine, self.renderer, self.turnstile, seed=seed)
         session = Session(recorder, self._rules, self.pool, self.agent.max_turns)
         outcome = Outcome()
         started, clock = time.time(), time.perf_counter()
@@ -122,9 +126,10 @@ class Rollouts:
                 if await self._set_up(session, task, outcome):
                     await self._act(session, task, outcome)
                     recorder.close()
+                    await self.turnstile.turn()
                     if outcome.status in ("ok", "truncated"):
                         await self._score(session, task, record, outcome)
-            if limit.cancelled_caught:
+            if limit.cancel_called:  # also where the agent swallowed the cancellation and went on
                 outcome.reward, outcome.rewards = None, {}
                 outcome.fail("timeout", f"the trajectory took longer than rollout.timeout={self.config.timeout} s")
         finally:
@@ -140,38 +145,28 @@ class Rollouts:
     async def _set_up(self, session: Session, task: Task, outcome: Outcome) -> bool:
         if self.agent.environment is None:
             return True
+        session.opening = asyncio.create_task(_open(session, self.agent.environment, task.copy()))
         try:
-            session.environment = await session.call(make_environment, self.agent.environment, task, pinned=True)
-            setup = getattr(session.environment, "setup", None)
-            if setup is not None:
+            error = await asyncio.shield(session.opening)
+            if error is not None:
+                raise error
+            setup = _setup_of(session)
+            if setup is not None and inspect.iscoroutinefunction(setup):
                 await session.call(setup, pinned=True)
-        except USER_ERRORS as error:
-            outcome.fail("infra_error" if _holds(error, EngineError) else "env_error")
+        except USER_ERRORS as raised:
+            outcome.fail("infra_error" if _blames_engine(raised) else "env_error")
             return False
         return True
 
     async def _act(self, session: Session, task: Task, outcome: Outcome) -> None:
         recorder = session.recorder
         model = Model(session, recorder.root)
+        subject = session.environment if session.environment is not None else task.copy()
         try:
-            output = await self.agent.policy(session.environment if session.environment is not None else task, model)
-        except asyncio.CancelledError:
-            if _being_cancelled():
-                raise
-            outcome.fail("agent_error", f"the policy let a CancelledError of its own escape\n{traceback.format_exc()}")
-        except Reject as rejection:
-            outcome.fail("rejected", rejection.reason)
-        except Stop as stop:
-            outcome.output = stop.result
+            outcome.output = await contained(self.agent.policy(subject, model), f"policy {self.agent.policy_name}")
         except USER_ERRORS as error:
-            if _holds(error, EngineError):
-                outcome.fail("infra_error")
-            elif _holds(error, ContextLengthError):
-                outcome.fail("truncated")
-            else:
-                outcome.fail("agent_error")
+            _end_with(error, outcome)
         else:
-            outcome.output = output
             if recorder.turns and recorder.turns[-1].finish_reason == "length":
                 outcome.status = "truncated"
 
@@ -186,7 +181,7 @@ class Rollouts:
                     raise RewardError(f"policy {name} both returned {returned!r:.80} and called model.reward; use one")
                 if asked is not None or returned is not None:
                     outcome.reward = asked if returned is None else to_reward(returned, f"policy {name}")
-                elif self.training and outcome.status == "ok":
+                elif self.training and outcome.error is None:
                     to_reward(None, f"policy {name}")
                 return
             if asked is not None:
@@ -200,26 +195,27 @@ class Rollouts:
             for spec in self.agent.rewards:
                 if not spec.group:
                     total += spec.weight * _add_parts(parts, spec, await self._reward(session, spec, task, trajectory))
-            outcome.reward, outcome.rewards = total, parts
+            outcome.reward, outcome.rewards = to_reward(total, "the weighted sum of the rewards"), parts
         except USER_ERRORS as error:
             outcome.reward = None
-            outcome.fail("infra_error" if _holds(error, EngineError) else "reward_error")
+            outcome.fail("infra_error" if _blames_engine(error) else "reward_error")
 
     async def _reward(self, session: Session, spec: RewardSpec, task: Task, trajectory: Trajectory) -> Any:
         with anyio.move_on_after(spec.timeout):
             if spec.method:
                 return await session.call(getattr(session.environment, spec.fn), trajectory, pinned=True)
-            return await session.call(spec.fn, task, trajectory, pinned=False)
+            return await session.call(spec.fn, task.copy(), trajectory, pinned=False)
         raise RewardError(f"reward {spec.name} took longer than its timeout of {spec.timeout} s")
 
     async def _tear_down(self, session: Session, outcome: Outcome) -> None:
         """``close`` runs whatever happened before, shielded from cancellation."""
-        environment = session.environment
-        close = getattr(environment, "close", None) if environment is not None else None
         try:
-            if close is not None:
+            if session.opening is not None:
                 with anyio.CancelScope(shield=True), anyio.move_on_after(self.config.close_timeout) as limit:
-                    await session.call(close, pinned=True)
+                    await session.opening
+                    close = getattr(session.environment, "close", None)
+                    if close is not None:
+                        await session.call(close, pinned=True)
                 if limit.cancelled_caught:
                     raise TimeoutError(f"close() took longer than rollout.close_timeout={self.config.close_timeout} s")
         except USER_ERRORS as error:
@@ -230,6 +226,11 @@ class Rollouts:
         finally:
             session.thread.release()
 
+    async def _group_values(self, spec: RewardSpec, task: Task, scored: list[Trajectory]) -> Any:
+        with anyio.move_on_after(spec.timeout):
+            return await call_user_code(self.pool, spec.fn, task.copy(), list(scored))
+        raise RewardError(f"group reward {spec.name} took longer than its timeout of {spec.timeout} s")
+
     async def _group_rewards(self, task: Task, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Add rewards that compare siblings; they see the scored trajectories of the group in order."""
         specs = [spec for spec in self.agent.rewards if spec.group]
@@ -239,19 +240,18 @@ class Rollouts:
         updated = {t.id: t for t in trajectories}
         for spec in specs:
             try:
-                with anyio.fail_after(spec.timeout):
-                    values = await _call(self.pool, spec.fn, task, list(scored)) if scored else []
+                values = await self._group_values(spec, task, scored) if scored else []
                 if not isinstance(values, Sequence) and hasattr(values, "tolist"):
                     values = values.tolist()
                 if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != len(scored):
                     raise RewardError(
-                        f"group reward {spec.name} gave {values!r:.80}; expected {len(scored)} numbers, one per trajectory"
+                        f"group reward {spec.name} gave {values!r:.80}; expected {len(scored)} numbers, one each"
                     )
                 numbers = [to_reward(v, f"group reward {spec.name}[{i}]") for i, v in enumerate(values)]
-            except USER_ERRORS:
-                error = traceback.format_exc()
+            except USER_ERRORS as raised:
+                status = "infra_error" if _blames_engine(raised) else "reward_error"
+                failed = {"status": status, "reward": None, "error": traceback.format_exc()}
                 for t in scored:
-                    failed = {"status": "reward_error", "reward": None, "error": error}
                     updated[t.id] = msgspec.structs.replace(updated[t.id], **failed)
                 break
             for t, number in zip(scored, numbers, strict=True):
@@ -262,8 +262,36 @@ class Rollouts:
         return [updated[t.id] for t in trajectories]
 
 
-async def _call(pool: WorkerPool, fn: Callable[..., Any], *args: Any) -> Any:
-    return await fn(*args) if asyncio.iscoroutinefunction(fn) else await pool.run(fn, *args)
+async def _open(session: Session, environment: type, task: Task) -> BaseException | None:
+    """Make the environment and run a ``setup`` that is not async; returns what user code raised."""
+    try:
+        session.environment = await session.call(make_environment, environment, task, pinned=True)
+        setup = _setup_of(session)
+        if setup is not None and not inspect.iscoroutinefunction(setup):
+            await session.call(setup, pinned=True)
+    except USER_ERRORS as error:
+        return error
+    return None
+
+
+def _setup_of(session: Session) -> Callable[[], Any] | None:
+    return getattr(session.environment, "setup", None)
+
+
+def _end_with(error: BaseException, outcome: Outcome) -> None:
+    """What an exception that the policy let through says about the trajectory."""
+    errors = list(_inside(error))
+    first = errors[0]
+    if _blames_engine(error):
+        outcome.fail("infra_error")
+    elif all(isinstance(e, ContextLengthError) for e in errors):
+        outcome.fail("truncated")
+    elif isinstance(first, Reject) and all(isinstance(e, Reject) for e in errors):
+        outcome.fail("rejected", first.reason)
+    elif isinstance(first, Stop) and all(isinstance(e, Stop) for e in errors):
+        outcome.output = first.result
+    else:
+        outcome.fail("agent_error")
 
 
 def _add_parts(parts: dict[str, float], spec: RewardSpec, value: Any) -> float:
@@ -285,13 +313,21 @@ def _names(specs: Sequence[RewardSpec]) -> str:
     return ", ".join(spec.name for spec in specs)
 
 
-def _holds(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether the error is of a kind, or a group that holds one."""
+def _inside(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, or the errors inside a group."""
     if isinstance(error, BaseExceptionGroup):
-        return any(_holds(inner, kind) for inner in error.exceptions)
-    return isinstance(error, kind)
+        for inner in error.exceptions:
+            yield from _inside(inner)
+    else:
+        yield error
 
 
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _blames_engine(error: BaseException) -> bool:
+    """Whether inference failed: the error, one in its group, or what one of them was raised from."""
+    for inner in _inside(error):
+        cause: BaseException | None = inner
+        while cause is not None:
+            if isinstance(cause, EngineError):
+                return True
+            cause = cause.__cause__
+    return False

@@ -89,15 +89,23 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints, oldest step first."""
+        """Complete checkpoints that are still on disk, oldest step first."""
         rows = self._rows("SELECT step, version, path FROM checkpoints WHERE NOT superseded ORDER BY step")
-        return [Checkpoint(step=step, version=version, path=self.dir / path) for step, version, path in rows]
+        recorded = [Checkpoint(step=step, version=version, path=self.dir / path) for step, version, path in rows]
+        return [checkpoint for checkpoint in recorded if checkpoint.path.exists()]
 
     @property
     def batches(self) -> dict[int, list[str]]:
         """The ordered trajectory ids that each step trains on."""
         rows = self._rows("SELECT step, ids FROM batches WHERE NOT superseded ORDER BY step")
         return {step: json.loads(ids) for step, ids in rows}
+
+    def next_position(self, step: int) -> int:
+        """First position of the task stream that no batch up to ``step`` has taken."""
+        ((last,),) = self._rows(
+            "SELECT max(position) FROM trajectories WHERE split = 'train' AND step <= ? AND NOT superseded", (step,)
+        )
+        return 0 if last is None else int(last) + 1
 
     @property
     def status(self) -> dict[str, int]:
@@ -205,9 +213,8 @@ class Run:
         return groups
 
     def plot(self, path: str | os.PathLike[str], *, metrics: tuple[str, ...] | None = None) -> Path:
-        """Draw the curves over the steps as an image: the mean reward of each batch, the mean reward of evaluations by
-        the policy version that they measured, and ``metrics`` (by default those whose name speaks of success or
-        evaluation).
+        """Draw curves over the steps as an image: the mean reward of each batch, the mean reward of the evaluations,
+        and ``metrics`` by name (by default the named parts of both rewards, and ``success``).
 
         Raises:
             StoreError: there is nothing to draw yet.
@@ -219,13 +226,16 @@ class Run:
     def curves(self, metrics: tuple[str, ...] | None = None) -> dict[str, list[tuple[int, float]]]:
         """What :meth:`plot` draws: (step, value) points by name."""
         curves: dict[str, list[Any]] = {
-            "reward (training)": self._rows(_MEAN_REWARD.format(axis="step", split="split != 'eval'")),
-            "reward (evaluation)": self._rows(_MEAN_REWARD.format(axis="newest_version", split="split = 'eval'")),
+            "reward": self._rows(_MEAN_REWARD.format(axis="step", split="split != 'eval'")),
+            "eval/reward": self._rows(
+                _MEAN_REWARD.format(axis="coalesce(step, newest_version)", split="split = 'eval'")
+            ),
         }
         for row in self.metrics:
             for name, value in row.items():
-                chosen = name in metrics if metrics is not None else name.startswith(("success", "eval"))
-                if chosen and isinstance(value, int | float):
+                part = name.startswith(("reward/", "eval/reward/")) or name in ("success", "eval/success")
+                chosen = part if metrics is None else name in metrics
+                if chosen and isinstance(value, int | float) and name not in ("reward", "eval/reward"):
                     curves.setdefault(name, []).append((row["step"], value))
         return {name: points for name, points in curves.items() if points}
 

@@ -1,7 +1,7 @@
 """The records: what a user's agent asked, what the model sampled, what it was worth.
 
 All are frozen. While a policy runs, a private recorder (graph.py) is mutable; the records are built when its rewards
-are in. Token ids are int32, logprobs float32 (natural log, after temperature), kept as raw bytes and given out as lists.
+are in. Token ids are int32, logprobs float32 (natural log, after temperature), kept as bytes and given out as lists.
 """
 
 from __future__ import annotations
@@ -68,8 +68,34 @@ class Task(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.id:
-            content = msgspec.json.encode([self.prompt, self.answer, self.metadata], enc_hook=repr, order="sorted")
+            content = _fingerprint([self.prompt, self.answer, self.metadata]).encode("utf-8", "surrogatepass")
             msgspec.structs.force_setattr(self, "id", hashlib.sha256(content).hexdigest()[:12])
+
+    def copy(self) -> Task:
+        """The same task in containers of its own: what one trajectory appends to its prompt no sibling sees."""
+        changes = {name: _copied(getattr(self, name)) for name in ("prompt", "answer", "metadata")}
+        return msgspec.structs.replace(self, **changes)
+
+
+def _copied(value: Any) -> Any:
+    """Lists, dicts and sets are new, down to the bottom; everything else is the same object."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return set(value) if type(value) is set else value
+
+
+def _fingerprint(value: Any) -> str:
+    """Text that is the same for equal content in every process: no order of a set, no address of an object."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_fingerprint(k)}:{_fingerprint(v)}' for k, v in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"({','.join(sorted(map(_fingerprint, value)))})"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_fingerprint, value))}]"
+    shows_address: object = object.__repr__
+    return type(value).__qualname__ if type(value).__repr__ is shows_address else repr(value)
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,12 +123,24 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if not ok:
                 raise ConfigError(f"sampling: {name}={getattr(self, name)!r} is not valid; {name} must be {rule}")
 
+        if isinstance(self.stop, str | list | None):
+            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            msgspec.structs.force_setattr(self, "stop", stop)
+        for name in ("temperature", "top_p", "min_p"):
+            need(_is_number(getattr(self, name), int | float), name, "a number")
+        for name in ("top_k", "max_tokens"):
+            need(_is_number(getattr(self, name), int), name, "an integer")
         need(0.0 <= self.temperature < float("inf"), "temperature", "a finite number >= 0")
         need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
         need(self.top_k >= 0, "top_k", ">= 0 (0 switches it off)")
         need(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
         need(self.max_tokens >= 1, "max_tokens", ">= 1")
-        need(all(self.stop), "stop", "non-empty strings")
+        need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        need(self.seed is None or _is_number(self.seed, int), "seed", "an integer or None")
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -313,7 +351,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
 
 class Certificate(Struct, frozen=True, kw_only=True):
-    """Result of ``certify()``: prefix, mask, exactly-once, versions and lengths checked; ``problems`` is empty if exact."""
+    """Result of ``certify()``: prefix, mask, exactly-once, versions, lengths; ``problems`` is empty if exact."""
 
     trained_tokens: int
     context_tokens: int

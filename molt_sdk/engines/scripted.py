@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from molt_sdk.engines.base import Generation, GenerateRequest, NamedTensors
+from molt_sdk.engines.base import GenerateRequest, Generation, NamedTensors
 from molt_sdk.errors import EngineError
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.types import FinishReason, SamplingParams
@@ -37,8 +37,8 @@ Replies = Iterable[ScriptedReply] | Callable[[list[int], SamplingParams], Script
 class ScriptedEngine:
     """Answers each request with the next of ``replies``, or with ``replies(prompt_token_ids, sampling)``.
 
-    Text replies end with the template's end-of-turn token unless ``finish_reason="length"``; token ids are taken as they
-    are. ``version`` can be set at any time and stamps what is sampled from then on. ``requests`` lists what was asked,
+    Text replies end with the template's end-of-turn token unless ``finish_reason="length"``; token ids are taken as
+    they are. ``version`` can be set at any time and stamps what is sampled from then on. ``requests`` lists what was asked,
     ``open_requests`` counts what is being answered.
     """
 

@@ -31,7 +31,9 @@ def compile_template(source: str, place: str) -> Callable[..., str]:
             return template.render(**variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             count = len(variables.get("messages", ()))
-            raise TemplateError(f"{place} cannot render these {count} messages: {type(error).__name__}: {error}") from error
+            raise TemplateError(
+                f"{place} cannot render these {count} messages: {type(error).__name__}: {error}"
+            ) from error
 
     return render
 

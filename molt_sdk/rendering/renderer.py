@@ -18,6 +18,7 @@ from molt_sdk.rendering.template import ChatTemplate, ModelFiles
 from molt_sdk.rendering.toolcalls import emulation_prompt, parse_tool_calls
 from molt_sdk.types import FinishReason, Message, ToolCall
 
+
 class Bridge(NamedTuple):
     """Untrained ids that follow a sampled completion."""
 
@@ -60,7 +61,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a new root: the rendered conversation with the generation prompt."""
-        marker = self.template.marker_for(messages)
+        marker = self.template.marker_for(messages, tools)
         return self.template.encode(self._render(messages, tools, marker), marker)
 
     def raw_prompt(self, text: str) -> list[int]:
@@ -93,7 +94,7 @@ class Renderer:
         raw = self.text(completion_token_ids)
         reply: Message = {"role": "assistant", "content": raw}
         conversation = [*messages, reply, *new_messages]
-        marker = template.marker_for(conversation)
+        marker = template.marker_for(conversation, tools)
         try:
             head = self._render(messages, tools, marker)
             full = self._render(conversation, tools, marker)
@@ -149,9 +150,8 @@ class Renderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], marker: str) -> str:
         template = self.template
         if template.tools_supported:
-            return template.text(
-                template.guard(_with_argument_objects(messages), marker), tools, generation_prompt=True
-            )
+            shown = template.guard(_with_argument_objects(messages), marker)
+            return template.text(shown, template.guard(tools, marker), generation_prompt=True)
         shown = self._emulate(messages, tools) if _uses_tools(messages, tools) else messages
         if not template.system_supported:
             shown = _fold_system(shown)

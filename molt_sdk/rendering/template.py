@@ -148,16 +148,16 @@ class ChatTemplate:
             **self.files.special_map,
         )
 
-    def marker_for(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A character that none of the messages holds if one of them holds special-token text, else ""."""
-        texts = [text for message in messages for text in _strings(message)]
+    def marker_for(self, *shown: Sequence[Mapping[str, Any]]) -> str:
+        """A character that no message or tool holds if one of them holds special-token text, else ""."""
+        texts = [text for items in shown for item in items for text in _strings(item)]
         if self._special_pattern is None or not any(self._special_pattern.search(text) for text in texts):
             return ""
         used = set().union(*map(set, texts))
         return next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used)
 
     def guard(self, messages: Sequence[Mapping[str, Any]], marker: str) -> list[dict[str, Any]]:
-        """Messages in which ``marker`` breaks up special-token text; :meth:`encode` takes it out again."""
+        """Messages (or tools) with ``marker`` inside special-token text; :meth:`encode` takes it out again."""
         if not marker:
             return [dict(message) for message in messages]
         return [_map_strings(message, lambda text: self.break_up(text, marker)) for message in messages]
@@ -203,7 +203,7 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        return [text for item in value.values() for text in _strings(item)]
+        return [text for pair in value.items() for item in pair for text in _strings(item)]
     if isinstance(value, list | tuple):
         return [text for item in value for text in _strings(item)]
     return []
@@ -213,7 +213,7 @@ def _map_strings(value: Any, change: Any) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_strings(item, change) for key, item in value.items()}
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_map_strings(item, change) for item in value]
     return value

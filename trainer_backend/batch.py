@@ -1,0 +1,242 @@
+"""From groups to what one forward pass computes: rows with advantages, then forests that hold a shared prefix once.
+
+A forest holds the rows of one micro-batch as a trie: one node per distinct prefix, in depth-first order, at the position
+of its depth. Sorting rows by their tokens puts every trie into that order, so building one is a scan with the common
+prefix of neighbours. Without sharing ("chain"), each row is a path of its own and everything else stays the same.
+
+A row's last trained token, and what follows it, needs no node: nothing is predicted from it.
+
+Shapes: N nodes, K nodes whose logits are needed, R distinct (node, temperature) pairs, E trained tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from molt_sdk.errors import TrainingError
+from molt_sdk.types import Sample, Trajectory, TrajectoryGroup
+from trainer_backend.config import Advantage
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One sample with what to think of it. All arrays have shape [tokens]; only trained positions of the last three
+    (and of ``turn_ids``) mean anything."""
+
+    trajectory_id: str
+    token_ids: Ints
+    trained: NDArray[np.bool_]
+    turn_ids: Ints
+    rollout_logprobs: Floats
+    temperatures: Floats
+    advantages: Floats
+
+    @property
+    def inputs(self) -> Ints:
+        """The tokens from which a trained token is predicted: all before the last trained one."""
+        at = np.flatnonzero(self.trained)
+        return self.token_ids[: at[-1]] if len(at) else self.token_ids[:0]
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.trained.sum())
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any trained token has an advantage other than 0."""
+        return bool(self.advantages[self.trained].any())
+
+
+class Forest(Struct, frozen=True, kw_only=True):
+    """One micro-batch. See the module docstring for the letters."""
+
+    token_ids: Ints
+    """[N]"""
+    positions: Ints
+    """[N] depth of each node in its tree, 0 at a root."""
+    kept_nodes: Ints
+    """[K] nodes with a trained child, ascending: the only places where logits are needed."""
+    pair_kept: Ints
+    """[R] index into ``kept_nodes``; (pair_kept, pair_temperature) ascending."""
+    pair_temperature: Floats
+    """[R]"""
+    target_pair: Ints
+    """[E] index of the pair whose distribution a trained token was sampled from, ascending."""
+    target_token: Ints
+    """[E]"""
+    rollout_logprobs: Floats
+    """[E]"""
+    advantages: Floats
+    """[E]"""
+    row_nodes: tuple[Ints, ...]
+    """The path of each row: node index at each of its inputs, ascending."""
+    flat_tokens: int
+    """Sum of the rows' inputs: what N would be without sharing."""
+
+
+def make_rows(groups: Iterable[TrajectoryGroup], advantage: Advantage) -> list[Row]:
+    """Rows of all scored trajectories, one per sample.
+
+    The unit of comparison is (group, agent): one reward per *trajectory* that has turns of that agent, however many
+    turns; its advantage goes to every token of those turns. Trajectories without trained tokens still count in the
+    comparison. Raises TrainingError for a reward, advantage, logprob or temperature that cannot be trained on.
+    """
+    rows: list[Row] = []
+    for group in groups:
+        scored = group.scored
+        agents = dict.fromkeys(agent for trajectory in scored for agent in trajectory.agents)
+        by_agent = {agent: _advantages(scored, agent, advantage) for agent in agents}
+        for index, trajectory in enumerate(scored):
+            of_turn = np.array([by_agent[turn.agent][index] for turn in trajectory.turns], dtype=np.float32)
+            rows += [make_row(sample, of_turn) for sample in trajectory.samples()]
+    return rows
+
+
+def _advantages(scored: Sequence[Trajectory], agent: str, advantage: Advantage) -> dict[int, float]:
+    """Advantage by index in ``scored``, of those that have turns of the agent."""
+    rewards: dict[int, float] = {}
+    for index, trajectory in enumerate(scored):
+        if agent not in trajectory.agents:
+            continue
+        reward = trajectory.agent_reward(agent)
+        if reward is None or not math.isfinite(reward):
+            raise TrainingError(
+                f"trajectory {trajectory.id}: the reward of agent {agent!r} is {reward!r}; a scored trajectory needs a "
+                "finite reward. Mark it as failed instead of scored"
+            )
+        rewards[index] = reward
+    return dict(zip(rewards, advantage(list(rewards.values())), strict=True))
+
+
+def make_row(sample: Sample, advantage_of_turn: Floats) -> Row:
+    """Attach advantages ([turns], by turn id) to a sample and check every trained token of it."""
+    where = f"trajectory {sample.trajectory_id}"
+    token_ids = np.frombuffer(sample.token_ids_i32, dtype=np.int32).astype(np.int64)
+    trained = np.frombuffer(sample.loss_mask_u8, dtype=np.uint8).astype(np.bool_)
+    turn_ids = np.array(sample.turn_ids, dtype=np.int64)
+    rollout_logprobs = np.frombuffer(sample.logprobs_f32, dtype=np.float32)
+    temperatures = np.frombuffer(sample.temperatures_f32, dtype=np.float32)
+    lengths = [len(values) for values in (token_ids, trained, turn_ids, rollout_logprobs, temperatures)]
+    if len(set(lengths)) != 1:
+        raise TrainingError(
+            f"{where}: a sample has {lengths[0]} token ids, but loss mask, turn ids, logprobs and temperatures of "
+            f"lengths {lengths[1:]}; all need one entry per token. Certify the trajectory to see what is missing"
+        )
+    outside = trained & ((turn_ids < 0) | (turn_ids >= len(advantage_of_turn)))
+    _refuse(outside, turn_ids, turn_ids, token_ids, where, "turn id", "one of the trajectory's turns")
+    advantages = np.zeros(len(token_ids), dtype=np.float32)
+    advantages[trained] = advantage_of_turn[turn_ids[trained]]
+    orphan = trained & (np.arange(len(token_ids)) == 0)
+    _refuse(orphan, token_ids, turn_ids, token_ids, where, "first token of the row, id", "context, never sampled")
+    for name, values, rule, bad in (
+        ("rollout logprob", rollout_logprobs, "finite", ~np.isfinite(rollout_logprobs)),
+        ("advantage", advantages, "finite", ~np.isfinite(advantages)),
+        ("temperature", temperatures, "finite and > 0", ~np.isfinite(temperatures) | (temperatures <= 0)),
+    ):
+        _refuse(trained & bad, values, turn_ids, token_ids, where, name, rule)
+    return Row(
+        trajectory_id=sample.trajectory_id,
+        token_ids=token_ids,
+        trained=trained,
+        turn_ids=turn_ids,
+        rollout_logprobs=rollout_logprobs,
+        temperatures=temperatures,
+        advantages=advantages,
+    )
+
+
+def _refuse(
+    bad: NDArray[np.bool_],
+    values: Ints | Floats,
+    turn_ids: Ints,
+    token_ids: Ints,
+    where: str,
+    name: str,
+    rule: str,
+) -> None:
+    """Raise for the first marked position, naming trajectory, turn and token."""
+    if bad.any():
+        at = int(bad.argmax())
+        raise TrainingError(
+            f"{where}, turn {turn_ids[at]}, position {at} (token id {token_ids[at]}): {name} {values[at]}; the {name} "
+            f"of a trained token must be {rule}. Leave the trajectory out of the batch, or mask its turn"
+        )
+
+
+def pack(rows: Sequence[Row], max_tokens: int, *, share: bool) -> Iterator[list[Row]]:
+    """Split rows that have trained tokens into micro-batches of at most ``max_tokens`` nodes each; a longer row gets
+    one of its own.
+
+    Rows come out sorted by their tokens, so that rows with a common prefix are neighbours. The split depends on the
+    set of rows alone, not on their order.
+    """
+    batch: list[Row] = []
+    nodes = 0
+    for row in sorted(rows, key=_sort_key):
+        length = len(row.inputs)
+        new = length - (common_prefix(batch[-1].inputs, row.inputs) if batch and share else 0)
+        if batch and nodes + new > max_tokens:
+            yield batch
+            batch, nodes, new = [], 0, length
+        batch.append(row)
+        nodes += new
+    if batch:
+        yield batch
+
+
+def _sort_key(row: Row) -> tuple[bytes, str, bytes]:
+    # Big-endian ids compare as bytes in the same order as the sequences of ids.
+    return row.inputs.astype(">i4").tobytes(), row.trajectory_id, row.trained.tobytes()
+
+
+def common_prefix(left: Ints, right: Ints) -> int:
+    """Number of leading positions at which two rows agree."""
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length
+
+
+def build_forest(rows: Sequence[Row], *, share: bool) -> Forest:
+    """Lay out one micro-batch of rows in the order of :func:`pack`."""
+    inputs = [row.inputs for row in rows]
+    path: Ints = np.zeros(0, dtype=np.int64)
+    paths, tokens, positions, parents, targets = [], [], [], [], []
+    nodes = 0
+    for index, row in enumerate(rows):
+        shared = common_prefix(inputs[index - 1], inputs[index]) if share and index else 0
+        new = len(inputs[index]) - shared
+        path = np.concatenate([path[:shared], np.arange(nodes, nodes + new)])
+        nodes += new
+        paths.append(path)
+        tokens.append(inputs[index][shared:])
+        positions.append(np.arange(shared, shared + new))
+        at = np.flatnonzero(row.trained)
+        parents.append(path[at - 1])
+        targets.append((row.token_ids[at], row.temperatures[at], row.rollout_logprobs[at], row.advantages[at]))
+    target_parent = np.concatenate(parents)
+    target_token, temperature, logprobs, advantages = (np.concatenate(values) for values in zip(*targets, strict=True))
+    order = np.lexsort((temperature, target_parent))
+    pairs = np.stack([target_parent[order], temperature[order].astype(np.float64)], axis=1)
+    first = np.ones(len(pairs), dtype=np.bool_)
+    first[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
+    kept_nodes, pair_kept = np.unique(target_parent[order][first], return_inverse=True)
+    return Forest(
+        token_ids=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        kept_nodes=kept_nodes,
+        pair_kept=pair_kept,
+        pair_temperature=temperature[order][first],
+        target_pair=np.cumsum(first) - 1,
+        target_token=target_token[order],
+        rollout_logprobs=logprobs[order],
+        advantages=advantages[order],
+        row_nodes=tuple(paths),
+        flat_tokens=sum(map(len, inputs)),
+    )
