@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SUCCESS = "eval/reward/correct"
 CALLED = "eval/reward/called"
 REWARD = "eval/reward"
+QUESTIONS = "eval/trajectories"
 TOKENS = ("tokens", "eval/tokens")
-FAILURES = ("failures", "eval/failures")
 
 
 def smollm2() -> str:
@@ -53,18 +53,18 @@ def show(run: molt.Run, seconds: float, console: Console) -> None:
     """Table, curve, and where to look further."""
     rows = run.metrics
     before, after = evaluations(run)
-    table = Table("", "before", "after", title="Held-out questions", title_justify="left")
+    failed = sum(n for status, n in run.status.items() if status not in ("ok", "truncated"))
+    table = Table("", "before", "after", title=f"{before[QUESTIONS]:.0f} held-out questions", title_justify="left")
     for label, key in (("answered right", SUCCESS), ("first call right", CALLED), ("reward", REWARD)):
         table.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
+    table.add_section()
+    table.add_row("optimizer steps", f"{before['step']}", f"{after['step']}")
+    table.add_row("seconds", "", f"{seconds:.0f}")
+    table.add_row("sampled tokens", "", f"{sum(row.get(key, 0) for row in rows for key in TOKENS):,.0f}")
+    table.add_row("failed trajectories", "", f"{failed}")
     console.print(table)
-    totals = Table(show_header=False)
-    totals.add_row("optimizer steps", f"{rows[-1]['step']}")
-    totals.add_row("seconds", f"{seconds:.0f}")
-    totals.add_row("sampled tokens", f"{sum(row.get(key, 0) for row in rows for key in TOKENS):,.0f}")
-    totals.add_row("failed trajectories", f"{sum(row.get(key, 0) for row in rows for key in FAILURES):.0f}")
-    console.print(totals)
 
-    curve = run.plot(run.dir / "curve.png", metrics=(SUCCESS,))
+    curve = run.plot(run.dir / "curve.png", metrics=("reward/correct", SUCCESS))
     last = list(run.trajectories(split="eval", step=rows[-1]["step"], limit=1))
     console.print(f"curve          {curve}", f"run            {run.dir}", sep="\n", soft_wrap=True)
     console.print(f"look further   .venv/bin/molt-sdk show {run.dir}", soft_wrap=True)

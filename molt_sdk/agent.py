@@ -148,8 +148,11 @@ def to_task(row: Any, place: str) -> Task:
         prompt = row["prompt"]
         if not isinstance(prompt, str) and not isinstance(prompt, list):
             raise ConfigError(f'{place}: "prompt" is {type(prompt).__name__}; use a string or a list of messages')
-        metadata = {**rest, **row.get("metadata", {})}
-        return Task(prompt=prompt, answer=row.get("answer"), id=str(row.get("id", "")), metadata=metadata)
+        metadata = row.get("metadata")
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise ConfigError(f'{place}: "metadata" is {type(metadata).__name__}; use a dict, or another key')
+        identity = "" if row.get("id") is None else str(row["id"])
+        return Task(prompt=prompt, answer=row.get("answer"), id=identity, metadata={**rest, **(metadata or {})})
     raise ConfigError(f'{place} is {type(row).__name__}; use Task or a dict with "prompt"')
 
 
@@ -174,8 +177,7 @@ def resolve_agent(
         if tasks is not None:
             raise ConfigError("tasks were given twice: as the second argument and as tasks=...; give them once")
         tasks = env_or_tasks
-    if callable(tools) or isinstance(tools, str):
-        tools = [tools]
+    tools = _listed(tools)
     if environment is not None:
         _check_environment(environment)
         if tools:
@@ -183,7 +185,7 @@ def resolve_agent(
                 f"tools=... and environment {environment.__qualname__} were both given; write the tools as @molt.tool "
                 "methods of the environment"
             )
-    tools_from(list(tools))
+    tools_from(tools)
     if policy is not None and tools:
         raise ConfigError("tools=... belongs to the built-in loop; your policy passes tools to model.run itself")
     specs = _reward_specs(environment, rewards)
@@ -200,7 +202,7 @@ def resolve_agent(
                 "rewards=... nor @molt.reward methods are given. Return a number or add a reward"
             )
     if tasks is None:
-        tasks = getattr(environment, "tasks", None)
+        tasks = _tasks_of(environment)
         if tasks is None:
             raise ConfigError(
                 "there are no tasks: give tasks=[...] or a static method tasks(split, seed) on the environment"
@@ -213,6 +215,26 @@ def resolve_agent(
         tools=tuple(tools),
         rewards=specs,
         tasks=TaskSource(tasks, split=split, seed=seed, place=place),
+    )
+
+
+def _tasks_of(environment: type | None) -> Any:
+    """``tasks`` of the environment: a static or class method, or data; None where there is none."""
+    tasks = getattr(environment, "tasks", None)
+    if inspect.isroutine(tasks):
+        required = [p.name for p in inspect.signature(tasks).parameters.values() if _is_required(p)]
+        if unknown := [name for name in required if name not in ("split", "seed")]:
+            raise DefinitionError(
+                f"{where(tasks)} takes {unknown[0]!r}, but it is called with split and seed alone, before there is an "
+                "instance; write @staticmethod above `def tasks(split, seed)`"
+            )
+    return tasks
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
     )
 
 
@@ -243,7 +265,7 @@ def _policy_and_environment(first: Any, second: Any) -> tuple[Any, type | None]:
 def _check_environment(environment: type) -> None:
     tools_from(environment)
     parameters = list(inspect.signature(environment).parameters.values())
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p for p in parameters if _is_required(p)]
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
         raise DefinitionError(
             f"environment {environment.__qualname__}.__init__ takes ({', '.join(p.name for p in parameters)}); it is "
@@ -252,30 +274,64 @@ def _check_environment(environment: type) -> None:
 
 
 def _reward_specs(environment: type | None, rewards: Sequence[Any]) -> tuple[RewardSpec, ...]:
-    if callable(rewards):
-        rewards = [rewards]
+    rewards = _listed(rewards)
     specs: list[RewardSpec] = []
     for name, member in _members(environment):
         mark = mark_of(member)
         if isinstance(mark, RewardMark):
-            if mark.group and not isinstance(inspect.getattr_static(environment, name), staticmethod):
+            static = isinstance(member, staticmethod)
+            if mark.group and not static:
                 raise DefinitionError(f"@reward(group=True) {where(member)} must be a @staticmethod (task, group)")
-            fn = getattr(environment, name) if mark.group else name
+            if static and not mark.group:
+                raise DefinitionError(f"@reward {where(member)} is static; write it as a method (self, trajectory)")
+            bound = getattr(environment, name)
+            _check_takes_two(bound, member, "(task, group)" if mark.group else "(self, trajectory)")
+            fn = bound if mark.group else name
             specs.append(RewardSpec(mark.name, mark.weight, mark.timeout, mark.group, fn, not mark.group))
+        elif member is not None:
+            _check_not_lost(environment, name, member)
     for fn in rewards:
         if not callable(fn):
             raise DefinitionError(f"rewards=[...] holds {fn!r}; a reward is a function (task, trajectory) -> number")
-        if len([p for p in inspect.signature(fn).parameters.values() if p.default is p.empty]) != 2:
-            raise DefinitionError(f"reward {where(fn)} must take exactly (task, trajectory)")
         mark = mark_of(fn)
         if not isinstance(mark, RewardMark):
             mark = RewardMark(getattr(fn, "__name__", "reward"), 1.0, None, False)
+        _check_takes_two(fn, fn, "(task, group)" if mark.group else "(task, trajectory)")
         specs.append(RewardSpec(mark.name, mark.weight, mark.timeout, mark.group, fn, False))
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
             raise DefinitionError(f"two rewards are named {name!r}; give one of them name=... in @molt.reward")
     return tuple(specs)
+
+
+def _listed(given: Any) -> list[Any]:
+    """What was given for a list: one thing may stand without brackets, None is nothing."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _check_not_lost(environment: type | None, name: str, member: Any) -> None:
+    """Raise DefinitionError where a subclass overrides a reward and forgets the decorator: it would go unnoticed."""
+    for base in environment.__mro__ if environment is not None else ():
+        inherited = vars(base).get(name)
+        if isinstance(mark_of(inherited), RewardMark):
+            raise DefinitionError(
+                f"{where(member)} overrides the reward {where(inherited)} without @reward; add the decorator, or write "
+                f"`{name} = None` to drop the reward"
+            )
+
+
+def _check_takes_two(fn: Callable[..., Any], shown: Any, wanted: str) -> None:
+    """Raise DefinitionError unless ``fn`` can be called with two positional arguments."""
+    signature = inspect.signature(fn)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise DefinitionError(
+            f"reward {where(shown)} takes ({', '.join(signature.parameters)}); it must take {wanted}: {error}"
+        ) from None
 
 
 def _members(environment: type | None) -> list[tuple[str, Any]]:
@@ -304,10 +360,10 @@ def _built_in(environment: type | None, tools: tuple[Any, ...]) -> Policy:
 def make_environment(environment: type, task: Task) -> Any:
     """An instance with ``.task`` set, whether or not its ``__init__`` takes the task."""
     takes_task = any(
-        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
         for p in inspect.signature(environment).parameters.values()
     )
     instance = environment(task) if takes_task else environment()
-    if not hasattr(instance, "task"):
+    if getattr(instance, "task", None) is None:
         instance.task = task
     return instance

@@ -79,25 +79,40 @@ class Buffer:
         """The next ``count`` groups in stream order, fewer only at the end of the stream.
 
         The sweep at the trainer's door: trajectories whose oldest token is more than ``max_staleness`` versions behind
-        ``version`` are dropped here, whatever the slots have promised.
+        ``version`` are dropped here, whatever the slots have promised. A cancelled call takes nothing.
         """
         taken: list[TrajectoryGroup] = []
         async with self._changed:
-            while len(taken) < count:
-                await self._changed.wait_for(
-                    lambda: self._failure is not None or self._next in self._finished or self._next == self._ended_at
-                )
-                if self._failure is not None:
-                    raise self._failure
-                if self._next == self._ended_at:
-                    break
-                group = self._finished.pop(self._next)
-                self._next += 1
-                if group is not None:
-                    fresh = self._sweep(group, version)
-                    if fresh is not None:
-                        taken.append(fresh)
+            try:
+                while len(taken) < count:
+                    await self._changed.wait_for(
+                        lambda: self._failure is not None or self._next in self._finished or self._at_end
+                    )
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._at_end:
+                        break
+                    group = self._finished.pop(self._next)
+                    self._next += 1
+                    if group is not None:
+                        fresh = self._sweep(group, version)
+                        if fresh is not None:
+                            taken.append(fresh)
+            except BaseException:
+                self._give_back(taken)
+                raise
         return taken
+
+    @property
+    def _at_end(self) -> bool:
+        return self._ended_at is not None and self._next >= self._ended_at
+
+    def _give_back(self, taken: list[TrajectoryGroup]) -> None:
+        """Undo a take: the groups are in their places again, what was dropped between them stays dropped."""
+        if taken:
+            first = taken[0].position
+            self._finished |= dict.fromkeys(range(first, self._next)) | {group.position: group for group in taken}
+            self._next = first
 
     def _sweep(self, group: TrajectoryGroup, version: int) -> TrajectoryGroup | None:
         fresh = tuple(

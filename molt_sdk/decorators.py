@@ -63,7 +63,13 @@ def where(obj: object) -> str:
 
 def _set_mark(obj: Any, mark: Struct) -> None:
     target = obj.__func__ if isinstance(obj, staticmethod | classmethod) else obj
-    setattr(target, MARK, mark)
+    try:
+        setattr(target, MARK, mark)
+    except (AttributeError, TypeError):
+        raise DefinitionError(
+            f"{where(obj)} cannot carry a mark (it is a {type(obj).__name__}); decorate the function that is written "
+            "with `def`"
+        ) from None
 
 
 @overload

@@ -19,6 +19,9 @@ from molt_sdk.messages import parsed_arguments
 from molt_sdk.packed import pack_floats
 from molt_sdk.types import Certificate, Message, Sample, Trajectory, Turn
 
+COMPARED = 32
+"""Latest turns that a new root is compared with; keeps the cost of explaining it apart from the trajectory's length."""
+
 
 def canonical(message: Message) -> bytes:
     """What makes two messages the same for lineage: a client that echoes a reply without its reasoning, with parsed
@@ -61,18 +64,20 @@ class Lineage:
 
 
 def explain_new_root(messages: Sequence[Message], turns: Sequence[Turn]) -> str:
-    """Why a request extends none of ``turns``: the first message in which it differs from the closest of them."""
+    """Why a request extends none of ``turns``: the first message in which it differs from the closest of the latest."""
     if not turns:
         return "first call"
     request = [canonical(m) for m in messages]
-    best, best_turn = -1, turns[-1]
-    for turn in reversed(turns):
+    closest, best_turn = (-1, False), turns[-1]
+    for turn in reversed(turns[-COMPARED:]):
         known = [canonical(m) for m in (*turn.messages, turn.message)]
         same = next((i for i, (a, b) in enumerate(zip(known, request, strict=False)) if a != b), None)
         same = min(len(known), len(request)) if same is None else same
-        if same > best:
-            best, best_turn = same, turn
+        rank = (same, same == len(request) == len(turn.messages))
+        if rank > closest:
+            closest, best_turn = rank, turn
     conversation = [*best_turn.messages, best_turn.message]
+    best = closest[0]
     if best >= len(request):
         if len(request) == len(conversation) - 1:
             return f"same prompt as turn {best_turn.id}"
@@ -82,7 +87,7 @@ def explain_new_root(messages: Sequence[Message], turns: Sequence[Turn]) -> str:
 
 def _difference(index: int, before: Message, after: Message) -> str:
     if before["role"] != after["role"]:
-        return f"message {index} was a {before['role']} message and is now a {after['role']} message"
+        return f"message {index} changed its role from {before['role']} to {after['role']}"
     old, new = str(before.get("content") or ""), str(after.get("content") or "")
     if old != new:
         at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
@@ -126,7 +131,8 @@ def abandoned_turns(trajectory: Trajectory) -> set[int]:
             by_prompt[turn.agent, turn.context_i32].append(turn)
         for same in by_prompt.values():
             if len(same) > 1 and any(children.get(turn.id) for turn in same):
-                abandoned |= {turn.id for turn in same if not children.get(turn.id) and turn.reward is None}
+                given_up = (t for t in same if t.trainable and t.reward is None and not children.get(t.id))
+                abandoned |= {turn.id for turn in given_up}
     return abandoned
 
 
@@ -222,6 +228,9 @@ def _turn_problems(trajectory: Trajectory, index: int, turn: Turn) -> Iterator[s
         return
     elif turn.parent_turn is not trajectory.turns[turn.parent]:
         yield f"{where}: its prompt is built on a record that is not turn {turn.parent}"
+        return
+    if any(len(data) % 4 for data in (turn.context_i32, turn.completion_i32, turn.logprobs_f32)):
+        yield f"{where}: token ids or logprobs are not whole 4-byte numbers"
         return
     count = len(turn.completion_i32) // 4
     if count == 0 or not turn.prompt_i32:

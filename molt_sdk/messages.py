@@ -19,7 +19,7 @@ def normalize(messages: str | Sequence[Message], place: str) -> list[Message]:
         RequestError: naming the message and what is wrong with it.
     """
     if isinstance(messages, str):
-        return [{"role": "user", "content": messages}]
+        messages = [{"role": "user", "content": messages}]
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
         raise RequestError(f"{place}: messages must be a string or a list of messages, got {type(messages).__name__}")
     if not messages:

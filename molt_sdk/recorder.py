@@ -14,6 +14,7 @@ import msgspec
 from molt_sdk.engines.base import Engine, GenerateRequest, Generation, check_generation
 from molt_sdk.errors import ContextLengthError, EngineError, ModelClosedError, MoltError, RequestError
 from molt_sdk.graph import Lineage, explain_new_root, prefix_keys
+from molt_sdk.messages import encodable
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
 from molt_sdk.rendering.renderer import Bridge, Renderer
 from molt_sdk.turnstile import Turnstile
@@ -116,18 +117,32 @@ class Recorder:
     async def complete(self, scope: Scope, prompt: str | Sequence[int], sampling: SamplingParams) -> Turn:
         """Record one raw completion: always a root, since it has no messages."""
         self.require_open()
-        ids = self.renderer.raw_prompt(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
-        if not ids:
-            raise RequestError("model.complete: the prompt is empty; give text or token ids")
+        ids = self._raw_ids(prompt)
         shown: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
         plan = Plan(None, "raw completion", ids, ids, shown, [])
         _, generation, sampling, seconds = await self._generate(ids, sampling)
         message: Message = {"role": "assistant", "content": self.renderer.text(generation.token_ids)}
         return self._record(scope, plan, (), sampling, generation, message, seconds)
 
+    def _raw_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.renderer.raw_prompt(encodable(prompt, "model.complete: the prompt"))
+        else:
+            ids = list(prompt)
+            size = self.renderer.files.tokenizer.get_vocab_size()
+            for position, i in enumerate(ids):
+                if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < size:
+                    raise RequestError(
+                        f"model.complete: {i!r} at position {position} is no token id; ids are integers from 0 to "
+                        f"{size - 1}"
+                    )
+        if not ids:
+            raise RequestError("model.complete: the prompt is empty; give text or token ids")
+        return ids
+
     def _plan(self, scope: Scope, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> Plan:
         keys = prefix_keys(messages)
-        found = self._lineage.candidate(keys[:-1], scope.sees)
+        found = self._lineage.candidate(keys, scope.sees)
         if found is None:
             visible = [turn for turn in self.turns if scope.sees(turn) and turn.fork_reason != "raw completion"]
             reason = explain_new_root(messages, visible)

@@ -3,14 +3,14 @@
 Nodes come in depth-first order, so the nodes that a row adds to its tree are neighbours, and their keys are one path. A
 block is such a run of queries with the path above them: key number d of a block is the node at depth d, and a query at
 depth p sees keys 0..p. That is ordinary causal attention (with the layer's sliding window, if it has one) on gathered
-keys; its cost is queries x path length per row, not nodes squared, and there is no mask of a whole micro-batch. Blocks of
+keys; its cost is queries x path length per row, not nodes squared, and no mask spans the whole micro-batch. Blocks of
 similar size are padded to one shape and run together.
 
 The function is registered with transformers under ``TREE_ATTENTION`` and gets its :class:`TreeLayout` as the keyword
 ``tree`` of the model's forward.
 
-Shapes: N nodes; B blocks of one bucket, S queries and L keys each; H heads, G of which share each of the H / G key-value
-heads; D the head dimension.
+Shapes: N nodes; B blocks of one bucket, S queries and L keys each; H heads, of which G share each of the H / G
+key-value heads; D the head dimension.
 """
 
 from __future__ import annotations
@@ -106,23 +106,29 @@ def tree_attention(
             f"{type(module).__name__} does not hand the keywords of forward on to its attention; this architecture "
             "cannot be trained here"
         )
-    _, heads, _, width = query.shape
-    by_node = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    parts = []
-    for bucket in tree.buckets:
-        q, k, v = (
-            tensor.index_select(0, index.flatten()).unflatten(0, index.shape)
-            for tensor, index in zip(by_node, (bucket.queries, bucket.keys, bucket.keys), strict=True)
-        )
-        # Heads that share keys are laid out as further queries of the same keys: exact, and no key is copied.
-        shared = heads // k.shape[2]
-        q = q.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = _visible(bucket, sliding_window).repeat(1, shared, 1)[:, None]
-        out = functional.scaled_dot_product_attention(
-            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scaling
-        )
-        parts.append(out.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4).reshape(-1, heads, width))
+    q_nodes, k_nodes, v_nodes = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    parts = [_run_bucket(bucket, q_nodes, k_nodes, v_nodes, scaling, sliding_window) for bucket in tree.buckets]
     return torch.cat(parts).index_select(0, tree.order)[None], None
+
+
+def _run_bucket(
+    bucket: Bucket, q_nodes: Tensor, k_nodes: Tensor, v_nodes: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    """Tensors by node, [N, heads, D] -> [B * S, H, D]."""
+    blocks, queries = bucket.queries.shape
+    kv_heads, width = k_nodes.shape[1:]
+    shared = q_nodes.shape[1] // kv_heads
+    q = q_nodes.index_select(0, bucket.queries.flatten()).view(blocks, queries, kv_heads, shared, width)
+    # Heads that share keys are laid out as further queries of the same keys: exact, and no key is copied.
+    q = q.permute(0, 2, 3, 1, 4).reshape(blocks, kv_heads, shared * queries, width)
+    k, v = (
+        tensor.index_select(0, bucket.keys.flatten()).view(blocks, -1, kv_heads, tensor.shape[-1]).transpose(1, 2)
+        for tensor in (k_nodes, v_nodes)
+    )
+    mask = _visible(bucket, window).repeat(1, shared, 1)[:, None]
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    out = out.view(blocks, kv_heads, shared, queries, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(blocks * queries, kv_heads * shared, -1)
 
 
 def _visible(bucket: Bucket, window: int | None) -> Tensor:

@@ -1,8 +1,8 @@
 """From groups to what one forward pass computes: rows with advantages, then forests that hold a shared prefix once.
 
-A forest holds the rows of one micro-batch as a trie: one node per distinct prefix, in depth-first order, at the position
-of its depth. Sorting rows by their tokens puts every trie into that order, so building one is a scan with the common
-prefix of neighbours. Without sharing ("chain"), each row is a path of its own and everything else stays the same.
+A forest holds the rows of one micro-batch as a trie: one node per distinct prefix, in depth-first order; a node's
+position is its depth. Sorting rows by their tokens puts every trie into that order, so building one is a scan with the
+common prefix of neighbours. Without sharing ("chain"), each row is a path of its own and all else stays the same.
 
 A row's last trained token, and what follows it, needs no node: nothing is predicted from it.
 

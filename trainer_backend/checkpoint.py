@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from molt_sdk.errors import TrainingError
 from trainer_backend.config import TrainerConfig
+from trainer_backend.model import quiet_transformers
 from trainer_backend.optim import MOMENTS, full
 
 STATE_FILE = "trainer.json"
@@ -70,7 +71,8 @@ def save_checkpoint(
 
     def write(folder: Path) -> None:
         saved: Any = model
-        saved.save_pretrained(folder, state_dict=dict(full_weights(model)))
+        with quiet_transformers():
+            saved.save_pretrained(folder, state_dict=dict(full_weights(model)))
         for pattern in COPIED:
             for file in Path(source).glob(pattern):
                 if file.is_file() and file.suffix != ".safetensors":

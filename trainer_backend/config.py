@@ -1,4 +1,4 @@
-"""Settings of the trainer. Importing this module needs no torch."""
+"""Settings of the trainer. Importing this module needs no torch and nothing of molt_sdk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from molt_sdk.errors import ConfigError
 from trainer_backend.advantage import GRPO
 from trainer_backend.loss import PPOClip
 
@@ -39,7 +38,7 @@ class TrainerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     layout: Literal["auto", "tree", "chain"] = "auto"
     """``tree``: every distinct prefix token is computed once, refused for a model that a check at start-up shows to
     compute something else then; ``chain``: each sample on its own; ``auto``: tree where the check passes."""
-    max_tokens_per_microbatch: int = 1024
+    max_tokens_per_microbatch: int = 4096
     """Most distinct tokens in one forward pass; bounds memory, never changes the result. A single longer sample gets
     a pass of its own."""
     device: str = "auto"
@@ -48,6 +47,8 @@ class TrainerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
+                from molt_sdk.errors import ConfigError  # not at the top: molt_sdk's own settings hold this struct
+
                 raise ConfigError(f"trainer: {name}={getattr(self, name)!r} is not valid; {name} must be {rule}")
 
         need(0.0 <= self.learning_rate < math.inf, "learning_rate", "a finite number >= 0")

@@ -30,12 +30,14 @@ class PPOClip(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     no forward pass. They stay in the denominator of the mean."""
 
     def __post_init__(self) -> None:
-        from molt_sdk.errors import ConfigError
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                from molt_sdk.errors import ConfigError  # not at the top: molt_sdk's own settings hold this struct
 
-        if not 0.0 <= self.clip_low < 1.0:
-            raise ConfigError(f"PPOClip: clip_low={self.clip_low!r} is not valid; it must be in [0, 1)")
-        if not 0.0 <= self.clip_high < float("inf"):
-            raise ConfigError(f"PPOClip: clip_high={self.clip_high!r} is not valid; it must be a finite number >= 0")
+                raise ConfigError(f"PPOClip: {name}={getattr(self, name)!r} is not valid; {name} must be {rule}")
+
+        need(0.0 <= self.clip_low < 1.0, "clip_low", "in [0, 1)")
+        need(0.0 <= self.clip_high < float("inf"), "clip_high", "a finite number >= 0")
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor | None = None

@@ -64,3 +64,11 @@ def shard(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, compute_dty
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the sharded float32 parameters back in place. After a forward pass without a backward pass the root still
+    holds gathered ones in the compute dtype, which neither the optimizer nor a checkpoint knows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -21,7 +21,7 @@ from trainer_backend.config import TrainerConfig
 from trainer_backend.logprobs import target_stats
 from trainer_backend.model import attention_chunk, check_layouts, decoder_blocks, load_model
 from trainer_backend.optim import clip_gradient, gradient_norm, make_optimizer
-from trainer_backend.parallel import inline_mesh, pick_device, shard
+from trainer_backend.parallel import inline_mesh, pick_device, reshard, shard
 
 NO_TRAINED_TOKENS = "no trained tokens"
 NO_SIGNAL = "no signal: every advantage is 0"
@@ -136,6 +136,7 @@ class Trainer:
                 self._optimizer.step()
                 self.version += 1
         finally:
+            reshard(self._model)
             self._optimizer.zero_grad(set_to_none=True)
         return self._result(started, tally, skip_reason="" if finite else NON_FINITE)
 
@@ -162,22 +163,25 @@ class Trainer:
 
     def _pick_layout(self, seed: int) -> Literal["tree", "chain"]:
         check = check_layouts(self._model, self.device, seed)
-        detail = f"rms log-prob errors: tree {check.tree:.2e}, chain {check.chain:.2e}, a wrong mask {check.wrong:.2e}"
-        if not check.agrees(check.chain):
+        reshard(self._model)
+        detail = f"rms differences in nats: tree {check.tree:.2e}, chain {check.chain:.2e}, wrong {check.wrong:.2e}"
+        if not check.chain_agrees:
             raise TrainingError(
                 f"{type(self._model).__name__} computes other probabilities for packed rows than for single ones "
                 f"({detail}); this architecture cannot be trained here"
             )
         if self.config.layout == "chain":
             return "chain"
-        if check.agrees(check.tree):
+        if check.tree_agrees:
             return "tree"
         if self.config.layout == "tree":
             raise TrainingError(
                 f"layout='tree', but {type(self._model).__name__} computes other probabilities for shared prefixes "
                 f"than for single rows ({detail}); use layout='chain'"
             )
-        logger.warning("prefixes are not shared in training, because the model ignores the tree's mask ({})", detail)
+        logger.warning(
+            "prefixes are not shared in training, because this model then computes something else ({})", detail
+        )
         return "chain"
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
@@ -190,8 +194,8 @@ class Trainer:
                 )
             if self._chunk is not None and len(row.token_ids) > self._chunk:
                 raise TrainingError(
-                    f"trajectory {row.trajectory_id}: {len(row.token_ids)} tokens, but this model attends within chunks "
-                    f"of {self._chunk}, which the trainer does not support; train on shorter trajectories"
+                    f"trajectory {row.trajectory_id}: {len(row.token_ids)} tokens, but this model attends within "
+                    f"chunks of {self._chunk}, which the trainer does not support; train on shorter trajectories"
                 )
 
     def _forests(self, rows: Sequence[Row]) -> Iterator[Forest]:

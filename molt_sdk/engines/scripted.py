@@ -38,8 +38,8 @@ class ScriptedEngine:
     """Answers each request with the next of ``replies``, or with ``replies(prompt_token_ids, sampling)``.
 
     Text replies end with the template's end-of-turn token unless ``finish_reason="length"``; token ids are taken as
-    they are. ``version`` can be set at any time and stamps what is sampled from then on. ``requests`` lists what was asked,
-    ``open_requests`` counts what is being answered.
+    they are. ``version`` can be set at any time and stamps what is sampled from then on. ``requests`` lists what was
+    asked, ``open_requests`` counts what is being answered.
     """
 
     def __init__(self, model: str, replies: Replies, *, context_length: int | None = None) -> None:
@@ -92,7 +92,7 @@ class ScriptedEngine:
     def _next(self, request: GenerateRequest) -> Script:
         reply: Any
         if self._function is not None:
-            reply = self._function(request.prompt_token_ids, request.sampling)
+            reply = self._function(list(request.prompt_token_ids), request.sampling)
         else:
             try:
                 reply = next(self._iterator)

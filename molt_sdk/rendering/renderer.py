@@ -1,7 +1,7 @@
 """Messages to prompt ids, sampled ids to a message, and the bridge that continues sampled ids.
 
-The bridge is derived from the chat template itself: render the conversation up to the sampled reply, then with the reply
-(its raw sampled text) and the new messages. If the first text is a prefix of the second, the reply survives in it
+The bridge is derived from the chat template itself: render the conversation up to the sampled reply, then with the
+reply (its raw sampled text) and the new messages. If the first text is a prefix of the second, the reply survives in it
 unchanged and is followed by the end-of-turn control token, then everything after that token continues the sampled ids
 exactly: no BPE merge crosses a control token. Otherwise there is no bridge, and the reason says so.
 """
@@ -12,10 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from molt_sdk.errors import TemplateError
 from molt_sdk.messages import parsed_arguments
 from molt_sdk.rendering.template import ChatTemplate, ModelFiles
-from molt_sdk.rendering.toolcalls import emulation_prompt, parse_tool_calls
+from molt_sdk.rendering.toolcalls import emulation_prompt, parse_plain_json, parse_tool_calls
 from molt_sdk.types import FinishReason, Message, ToolCall
 
 
@@ -65,7 +67,8 @@ class Renderer:
         return self.template.encode(self._render(messages, tools, marker), marker)
 
     def raw_prompt(self, text: str) -> list[int]:
-        """Ids of raw text for ``model.complete``: BOS as the tokenizer adds it, exactly once."""
+        """Ids of raw text for ``model.complete``: BOS as the tokenizer adds it, exactly once. Special tokens in the
+        text are control tokens here: whoever writes raw text writes the whole prompt."""
         ids = list(self.files.tokenizer.encode(text, add_special_tokens=True).ids)
         bos = self.files.special_ids.get(self.files.special_map.get("bos_token", ""))
         if bos is not None and ids[:2] == [bos, bos]:
@@ -139,7 +142,14 @@ class Renderer:
         text = self.text(token_ids)
         if not tools:
             return ParsedCompletion({"role": "assistant", "content": text}, [])
-        parsed = parse_tool_calls(text, truncated=finish_reason == "length", id_prefix=call_prefix)
+        truncated = finish_reason == "length"
+        parsed = parse_tool_calls(
+            text, truncated=truncated, id_prefix=call_prefix, thinking=self.template.opens_thinking
+        )
+        if not truncated and not parsed.tool_calls and not parsed.errors:
+            bare = parse_plain_json(parsed.content, _tool_names(tools), call_id=f"{call_prefix}0")
+            if bare is not None:
+                parsed = msgspec.structs.replace(parsed, content="", tool_calls=[bare])
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
             message["reasoning"] = parsed.reasoning
@@ -150,8 +160,8 @@ class Renderer:
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], marker: str) -> str:
         template = self.template
         if template.tools_supported:
-            shown = template.guard(_with_argument_objects(messages), marker)
-            return template.text(shown, template.guard(tools, marker), generation_prompt=True)
+            guarded = template.guard(_with_argument_objects(messages), marker)
+            return template.text(guarded, template.guard(tools, marker), generation_prompt=True)
         shown = self._emulate(messages, tools) if _uses_tools(messages, tools) else messages
         if not template.system_supported:
             shown = _fold_system(shown)
@@ -201,6 +211,10 @@ def _call_text(call: ToolCall) -> str:
     name = json.dumps(function["name"], ensure_ascii=False)
     arguments = json.dumps(parsed_arguments(function["arguments"]), ensure_ascii=False)
     return f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
+
+
+def _tool_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {tool["function"]["name"] for tool in tools}
 
 
 def _uses_tools(messages: Sequence[Message], tools: Sequence[Any]) -> bool:

@@ -110,6 +110,7 @@ class ChatTemplate:
         specials = sorted(files.special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
         self.end_of_turn = self._find_end_of_turn()
+        self.opens_thinking = self._generation_prompt_ends_with("<think>")
         eos = dict.fromkeys(files.eos_token_ids)
         if self.end_of_turn is not None:
             eos[self.end_of_turn[1]] = None
@@ -123,6 +124,12 @@ class ChatTemplate:
     def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
         try:
             return SENTINEL in self.text(messages, tools, generation_prompt=True)
+        except TemplateError:
+            return False
+
+    def _generation_prompt_ends_with(self, text: str) -> bool:
+        try:
+            return self.text([_message("user", "x")], (), generation_prompt=True).rstrip().endswith(text)
         except TemplateError:
             return False
 

@@ -1,0 +1,281 @@
+"""The model in this process, through transformers' continuous batching, on its own copy of the weights.
+
+For laptops, CI and debugging. Recompute is the only KV policy: a weight update stops generation, swaps the weights, and
+submits what was running again with its sampled tokens as part of the prompt. The tokens keep the versions that sampled
+them, and nothing that old weights computed is used by new ones.
+
+Threads: the caller's event loop; the engine's own worker, on which weights are loaded and replaced in order; the
+generation thread of the manager, and one that watches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from molt_sdk.engines.base import GenerateRequest, Generation, NamedTensors
+from molt_sdk.engines.torch_config import TorchEngineConfig
+from molt_sdk.engines.torch_sampling import Running
+from molt_sdk.engines.torch_session import Session
+from molt_sdk.engines.torch_weights import install, load_model, stage
+from molt_sdk.errors import EngineError, ModelPathError, MoltError, RequestError, UnsupportedSamplingError
+from molt_sdk.rendering.template import ModelFiles
+from molt_sdk.workers import Worker
+
+_UNFILTERED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+class TorchEngine:
+    """Generates with the model of a directory; see :class:`TorchEngineConfig` for the settings.
+
+    Per request: temperature (0 is greedy), seed, max_tokens, stop strings, EOS set. Filters (top_p, top_k, min_p) are
+    refused: a token drawn under one has no logprob that training could use. The same seed gives the same tokens up to
+    rounding, which differs with what else is in the batch.
+    """
+
+    def __init__(self, model: str, config: TorchEngineConfig | None = None) -> None:
+        """Reads tokenizer and limits; the weights are loaded by :meth:`start`.
+
+        Raises:
+            ModelPathError: the directory or one of its files is missing or unreadable.
+        """
+        self.model = str(model)
+        self.version = 0
+        self.config = config or TorchEngineConfig()
+        self._files = ModelFiles(self.model)
+        if not any(Path(self.model).glob("*.safetensors")):
+            raise ModelPathError(
+                f"model directory {self.model} has no *.safetensors weights; convert them with save_pretrained()"
+            )
+        self._lock = threading.Lock()
+        """Guards the four below; held for moments only."""
+        self._running: set[Running] = set()
+        self._session: Session | None = None
+        self._failure: EngineError | None = None
+        self._worker: Worker | None = None
+        self._module: Any = None
+        self._vocab_size = 0
+        self._kv_tokens = 0
+        self._sampled_before = 0
+
+    @property
+    def context_length(self) -> int:
+        return self._files.context_length
+
+    @property
+    def running_requests(self) -> int:
+        """Requests that are being generated or wait for their turn."""
+        return len(self._running)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens sampled since the start."""
+        session = self._session
+        return self._sampled_before + (session.sampled_tokens if session else 0)
+
+    async def start(self) -> None:
+        """Load the weights; does nothing when they are loaded.
+
+        Raises:
+            ModelPathError: they cannot be loaded.
+            EngineError: there is no room for the KV cache, or generation died earlier.
+        """
+        with self._lock:
+            if self._worker is None:
+                self._worker = Worker("molt-torch-engine")
+            worker = self._worker
+        await worker.run(self._load)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one completion. Cancelling the caller aborts the request.
+
+        Raises:
+            UnsupportedSamplingError: the request asks for a filter.
+            RequestError: the prompt is empty or not of this vocabulary, or the request exceeds context or KV cache.
+            EngineError: the engine is not running, was closed, or generation died; the root cause is its ``__cause__``.
+        """
+        self._check(request)
+        running = Running(request, self._decode, asyncio.get_running_loop())
+        with self._lock:
+            self._check_alive(f"request {request.request_id}")
+            self._running.add(running)
+            if self._session is not None:  # else an update is under way, which submits all in the end
+                self._session.submit(running)
+        try:
+            await running.future
+        finally:
+            with self._lock:
+                self._running.discard(running)
+                if self._session is not None:
+                    self._session.cancel(running)
+        return running.generation
+
+    async def update_weights(self, weights: NamedTensors, version: int) -> None:
+        """Replace all weights. Requests in flight go on under the new ones.
+
+        Raises:
+            EngineError: names, shapes or values are wrong (weights and version are then as before, and requests go
+                on), or the engine is not running.
+        """
+        with self._lock:
+            self._check_alive("update_weights")
+            worker = self._worker
+        assert worker is not None  # what _check_alive says
+        await worker.run(self._update, weights, version)
+
+    async def close(self) -> None:
+        """Abort what is running and free the model; safe to call twice."""
+        closed = EngineError("the engine was closed; make a new one")
+        with self._lock:
+            worker, self._worker = self._worker, None
+            self._failure = self._failure or closed
+        self._fail_running(closed)
+        if worker is not None:
+            unloading = asyncio.ensure_future(worker.run(self._unload))
+            try:
+                await asyncio.shield(unloading)  # goes on if the caller is cancelled
+            finally:
+                worker.close()
+
+    # ---------------------------------------------------------------------------------------------------- requests
+
+    def _check(self, request: GenerateRequest) -> None:
+        where = f"torch engine, request {request.request_id}"
+        with self._lock:
+            self._check_alive(f"request {request.request_id}")
+        for name, off in _UNFILTERED.items():
+            value = getattr(request.sampling, name)
+            if value != off:
+                raise UnsupportedSamplingError(
+                    f"{where}: {name}={value} is not supported by the torch engine; leave it at {off}"
+                )
+        ids, room = request.prompt_token_ids, request.sampling.max_tokens
+        if not ids:
+            raise RequestError(f"{where}: the prompt is empty; it needs at least one token")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+            raise RequestError(
+                f"{where}: prompt token id {bad} at position {position} is outside the vocabulary "
+                f"(0..{self._vocab_size - 1}); was the prompt made with another model's tokenizer?"
+            )
+        for limit, name, advice in (
+            (self.context_length, "the model's context", "shorten the prompt or lower max_tokens"),
+            (self._kv_tokens, "the KV cache", "raise kv_cache_gib of the torch engine"),
+        ):
+            if len(ids) + room > limit:
+                raise RequestError(
+                    f"{where}: {len(ids)} prompt tokens + max_tokens={room} exceed {name} of {limit} tokens; {advice}"
+                )
+
+    def _check_alive(self, what: str) -> None:
+        """With the lock held."""
+        if self._failure is not None:
+            # A new one each time: an exception that many tasks raise would collect the tracebacks of all.
+            raise EngineError(f"torch engine, {what}: {self._failure}") from self._failure.__cause__
+        if self._worker is None or self._module is None:
+            raise EngineError(f"torch engine, {what}: the engine is not running; await start() first")
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._files.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _fail_running(self, error: EngineError) -> None:
+        with self._lock:
+            waiting = list(self._running)
+        for running in waiting:
+            own = EngineError(f"torch engine, request {running.request.request_id}: {error}")
+            own.__cause__ = error.__cause__
+            running.settle(own)
+
+    def _fail(self, message: str, cause: BaseException | None) -> EngineError:
+        """Fail for good: all that runs now and all that is asked later."""
+        failure = EngineError(f"{message} ({cause!r}); close this engine and make a new one")
+        failure.__cause__ = cause
+        with self._lock:
+            self._failure = failure
+        self._fail_running(failure)
+        return failure
+
+    def _died(self, session: Session, cause: BaseException | None) -> None:
+        """On the thread that watches generation."""
+        with self._lock:
+            current = self._session is session
+        if current:
+            self._fail("generation died", cause)
+
+    # ---------------------------------------------------------------------------------- on the engine's own thread
+
+    def _load(self) -> None:
+        if self._module is not None or self._failure is not None:
+            with self._lock:
+                self._check_alive("start")
+            return
+        device = self.config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        module = load_model(self.model, getattr(torch, self.config.dtype), device)
+        self._vocab_size = int(module.config.get_text_config().vocab_size)
+        self._kv_tokens = self._affordable_tokens(module)
+        self._module = module
+        # An interpreter that ends without close() must not tear down torch under the generation thread.
+        atexit.register(self._stop_session)
+        try:
+            self._open_session()
+        except MoltError:
+            self._unload()
+            raise
+
+    def _affordable_tokens(self, module: Any) -> int:
+        """Size of the KV cache: what the requests of one batch can fill, within the memory that is allowed."""
+        text = module.config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        bytes_per_token = 2 * text.num_hidden_layers * kv_heads * head_dim * module.dtype.itemsize
+        allowed = int(self.config.kv_cache_gib * 2**30 / bytes_per_token) // self.config.page_size
+        pages_per_request = -(-self.context_length // self.config.page_size)
+        pages = min(allowed, self.config.max_batch_requests * pages_per_request)
+        if pages < 1:
+            raise EngineError(
+                f"torch engine: kv_cache_gib={self.config.kv_cache_gib} holds not even one page of "
+                f"{self.config.page_size} tokens of {bytes_per_token} bytes; raise it"
+            )
+        return pages * self.config.page_size
+
+    def _open_session(self) -> None:
+        """Generate with the weights as they are, first what was interrupted."""
+        try:
+            session = Session(self._module, self.config, self._kv_tokens, self.version, self._died)
+        except Exception as error:
+            raise self._fail("generation could not be started", error) from error
+        with self._lock:
+            self._session = session
+            for running in self._running:
+                if running.finish_reason is None and not running.future.cancelled():
+                    session.submit(running)
+
+    def _stop_session(self) -> None:
+        """Afterwards no thread reads weights or writes tokens; new requests wait for the next session."""
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None:
+            session.stop()
+            self._sampled_before += session.sampled_tokens
+
+    def _update(self, weights: NamedTensors, version: int) -> None:
+        staged = stage(self._module, weights)  # while generation goes on; raises before anything has changed
+        self._stop_session()
+        with self._lock:
+            self._check_alive("update_weights")
+        install(staged)
+        self.version = version
+        self._open_session()
+
+    def _unload(self) -> None:
+        self._stop_session()
+        atexit.unregister(self._stop_session)
+        self._module = None

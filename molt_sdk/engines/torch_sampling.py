@@ -1,0 +1,203 @@
+"""Sampling for the torch engine: one draw per token, from the request's own random stream.
+
+A logits processor of transformers' continuous batching sees the logits of every request that gets a token, together
+with the request's id. This one draws the token itself, notes its logprob, and marks it so that the manager's argmax
+finds it. So temperature, seed and stop strings are per request, no global generator is touched, and what is recorded
+is what the manager goes on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.generation.logits_process import LogitsProcessorList
+
+from molt_sdk.engines.base import GenerateRequest, Generation
+from molt_sdk.errors import EngineError
+from molt_sdk.types import FinishReason
+
+
+class Running:
+    """One request while it is generated. Tokens are written on the generation thread only, until it has finished."""
+
+    def __init__(
+        self, request: GenerateRequest, decode: Callable[[list[int]], str], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.request = request
+        self.future: asyncio.Future[None] = loop.create_future()
+        self.finish_reason: FinishReason | None = None
+        self.name = ""
+        """The id under which the current session knows it."""
+        self._loop = loop
+        self._decode = decode
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._eos = frozenset(request.eos_token_ids)
+        # A request's own generator: the global one stays as it is, and a seed means the same in any batch.
+        self._random = random.Random(request.sampling.seed)
+        longest = max((len(text.encode()) for text in request.sampling.stop), default=0)
+        # A token holds at least a byte, so a match that ends at the newest token starts within so many tokens. The
+        # few more keep a tokenizer's special treatment of the first token out of the match.
+        self._window = longest + 8
+
+    @property
+    def temperature(self) -> float:
+        return self.request.sampling.temperature
+
+    @property
+    def prompt(self) -> list[int]:
+        """What the model has to see (again): the prompt and everything sampled so far."""
+        return [*self.request.prompt_token_ids, *self._token_ids]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.request.sampling.max_tokens - len(self._token_ids)
+
+    @property
+    def generation(self) -> Generation:
+        """The record of a finished request."""
+        if self.finish_reason is None:
+            raise EngineError(f"torch engine, request {self.request.request_id}: not finished")
+        return Generation(
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            versions=self._versions,
+            finish_reason=self.finish_reason,
+        )
+
+    @property
+    def ended_by_text(self) -> bool:
+        """Finished by a stop string alone, of which the manager knows nothing."""
+        return self.finish_reason == "stop" and self.room > 0 and self._token_ids[-1] not in self._eos
+
+    def draw(self) -> float:
+        """Uniform in [0, 1)."""
+        return self._random.random()
+
+    def add(self, token_id: int, logprob: float, version: int) -> None:
+        """Note one sampled token and whether it is the last."""
+        self._token_ids.append(token_id)
+        self._logprobs.append(logprob)
+        self._versions.append(version)
+        if token_id in self._eos or (self.request.sampling.stop and self._matches()):
+            self.finish_reason = "stop"
+        elif self.room <= 0:
+            self.finish_reason = "length"
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Wake the waiting caller, from any thread."""
+
+        def wake() -> None:
+            if not self.future.done():
+                if error is None:
+                    self.future.set_result(None)
+                else:
+                    self.future.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(wake)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits any more
+
+    def _matches(self) -> bool:
+        # A character whose bytes are still incomplete decodes to U+FFFD and matches when its last byte is there.
+        tail = self._decode(self._token_ids[-self._window :])
+        return any(text in tail for text in self.request.sampling.stop)
+
+
+class Sampler(ContinuousBatchingLogitsProcessor):
+    """Draws a token for every row of logits. Lives on the generation thread.
+
+    Args:
+        running: what is generated, by the manager's request id; others keep their argmax and are not recorded.
+        version: stamps every token.
+        on_finish: called with a request's id and record when its last token is noted.
+    """
+
+    supported_kwargs: dict[str, type] = {}  # noqa: RUF012 (declared so by the base class)
+    ignored_kwargs = ()
+
+    def __init__(self, running: Mapping[str, Running], version: int, on_finish: Callable[[str, Running], None]) -> None:
+        self._running = running
+        self._version = version
+        self._on_finish = on_finish
+        self._rows: list[str] = []
+        self.sampled_tokens = 0
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
+        """Called before the forward pass with the requests in the order of the logits' rows."""
+        self._rows = [request.state.request_id for request in requests_with_new_token]
+        return torch.zeros(len(self._rows), dtype=torch.int32)
+
+    def __call__(self, scores: torch.FloatTensor, tensor_arg: Tensor) -> torch.FloatTensor:
+        """``scores``: float32 logits [rows, vocab], overwritten. Rows past the prepared ones mean nothing."""
+        found = [(row, name, self._running.get(name)) for row, name in enumerate(self._rows)]
+        drawn = [(row, name, running) for row, name, running in found if running is not None]
+        if not drawn:
+            return scores
+        tokens, logprobs = draw_tokens(
+            scores if len(drawn) == len(scores) else scores[[row for row, _, _ in drawn]],
+            [running.temperature for _, _, running in drawn],
+            [running.draw() for _, _, running in drawn],
+        )
+        for (row, name, running), token, logprob in zip(drawn, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not logprob > -torch.inf:
+                raise EngineError(
+                    f"torch engine, request {running.request.request_id}: the model's logits are not finite "
+                    f"(policy version {self._version})"
+                )
+            scores[row, token] = torch.inf
+            running.add(token, logprob, self._version)
+            self.sampled_tokens += 1
+            if running.finish_reason is not None:
+                self._on_finish(name, running)
+        return scores
+
+
+def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Sample each row by inverting its cumulative distribution, summed in float64, at its uniform number.
+
+    Args:
+        logits: float32 [rows, vocab]; overwritten.
+        temperatures: [rows]; 0 takes the most probable token, its logprob is that of temperature 1.
+        uniforms: [rows] in [0, 1).
+
+    Returns:
+        Token ids int64 [rows], and their log-probabilities float64 [rows] under the distribution drawn from; NaN where
+        the logits are not finite.
+    """
+    heat = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
+    greedy = heat == 0
+    peak = logits.amax(dim=-1, keepdim=True)
+    weights = logits.sub_(peak).div_(heat.masked_fill(greedy, 1.0).unsqueeze(1)).exp_()
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Below the total even after rounding, so that a token of weight 0 is never hit.
+    at = torch.tensor(uniforms, dtype=torch.float64, device=logits.device).unsqueeze(1) * total
+    at = at.minimum(total.nextafter(torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, at, right=True).clamp_(max=logits.shape[1] - 1)  # beyond only if NaN
+    if bool(greedy.any()):
+        tokens[greedy] = weights[greedy].argmax(dim=-1, keepdim=True)
+    logprobs = (weights.gather(1, tokens).double() / total).log()
+    return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def processors(sampler: Sampler) -> Any:
+    """The sampler as the manager's only logits processor."""
+    wrapped = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([sampler]))
+    wrapped.tensors_required = 1  # one int32 row of arguments, which makes the manager call prepare_tensor_args
+    return wrapped
