@@ -23,7 +23,7 @@ from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.engines.torch_sampling import Running
 from molt_sdk.engines.torch_session import Session
 from molt_sdk.engines.torch_weights import install, load_model, stage
-from molt_sdk.errors import EngineError, ModelPathError, MoltError, RequestError, UnsupportedSamplingError
+from molt_sdk.errors import EngineError, ModelPathError, RequestError, UnsupportedSamplingError
 from molt_sdk.rendering.template import ModelFiles
 from molt_sdk.workers import Worker
 
@@ -53,15 +53,15 @@ class TorchEngine:
                 f"model directory {self.model} has no *.safetensors weights; convert them with save_pretrained()"
             )
         self._lock = threading.Lock()
-        """Guards the four below; held for moments only."""
+        """Guards what follows; held for moments only."""
         self._running: set[Running] = set()
         self._session: Session | None = None
+        self._generating = False
         self._failure: EngineError | None = None
         self._worker: Worker | None = None
         self._module: Any = None
         self._vocab_size = 0
         self._kv_tokens = 0
-        self._sampled_before = 0
 
     @property
     def context_length(self) -> int:
@@ -75,8 +75,7 @@ class TorchEngine:
     @property
     def sampled_tokens(self) -> int:
         """Tokens sampled since the start."""
-        session = self._session
-        return self._sampled_before + (session.sampled_tokens if session else 0)
+        return self._session.sampled_tokens if self._session else 0
 
     async def start(self) -> None:
         """Load the weights; does nothing when they are loaded.
@@ -104,14 +103,14 @@ class TorchEngine:
         with self._lock:
             self._check_alive(f"request {request.request_id}")
             self._running.add(running)
-            if self._session is not None:  # else an update is under way, which submits all in the end
+            if self._session and self._generating:  # else an update is under way, which submits all in the end
                 self._session.submit(running)
         try:
             await running.future
         finally:
             with self._lock:
                 self._running.discard(running)
-                if self._session is not None:
+                if self._session and self._generating:
                     self._session.cancel(running)
         return running.generation
 
@@ -201,12 +200,9 @@ class TorchEngine:
         self._fail_running(failure)
         return failure
 
-    def _died(self, session: Session, cause: BaseException | None) -> None:
+    def _died(self, cause: BaseException | None) -> None:
         """On the thread that watches generation."""
-        with self._lock:
-            current = self._session is session
-        if current:
-            self._fail("generation died", cause)
+        self._fail("generation died", cause)
 
     # ---------------------------------------------------------------------------------- on the engine's own thread
 
@@ -223,12 +219,13 @@ class TorchEngine:
         self._kv_tokens = self._affordable_tokens(module)
         self._module = module
         # An interpreter that ends without close() must not tear down torch under the generation thread.
-        atexit.register(self._stop_session)
+        atexit.register(self._interrupt)
         try:
-            self._open_session()
-        except MoltError:
+            self._session = Session(module, self.config, self._kv_tokens, self._died)
+            self._generate()
+        except Exception as error:
             self._unload()
-            raise
+            raise self._fail("generation could not be started", error) from error
 
     def _affordable_tokens(self, module: Any) -> int:
         """Size of the KV cache: what the requests of one batch can fill, within the memory that is allowed."""
@@ -246,36 +243,36 @@ class TorchEngine:
             )
         return pages * self.config.page_size
 
-    def _open_session(self) -> None:
-        """Generate with the weights as they are, first what was interrupted."""
-        try:
-            session = Session(self._module, self.config, self._kv_tokens, self.version, self._died)
-        except Exception as error:
-            raise self._fail("generation could not be started", error) from error
+    def _generate(self) -> None:
+        """Go on with the weights as they are, first with what was interrupted."""
         with self._lock:
-            self._session = session
+            if self._session is None:
+                return
+            self._session.start(self.version)
+            self._generating = True
             for running in self._running:
                 if running.finish_reason is None and not running.future.cancelled():
-                    session.submit(running)
+                    self._session.submit(running)
 
-    def _stop_session(self) -> None:
-        """Afterwards no thread reads weights or writes tokens; new requests wait for the next session."""
+    def _interrupt(self) -> None:
+        """Afterwards no thread reads weights or writes tokens; new requests wait."""
         with self._lock:
-            session, self._session = self._session, None
-        if session is not None:
-            session.stop()
-            self._sampled_before += session.sampled_tokens
+            self._generating = False
+        if self._session is not None:
+            self._session.stop()
 
     def _update(self, weights: NamedTensors, version: int) -> None:
         staged = stage(self._module, weights)  # while generation goes on; raises before anything has changed
-        self._stop_session()
+        self._interrupt()
         with self._lock:
             self._check_alive("update_weights")
         install(staged)
         self.version = version
-        self._open_session()
+        self._generate()
 
     def _unload(self) -> None:
-        self._stop_session()
-        atexit.unregister(self._stop_session)
-        self._module = None
+        self._interrupt()
+        atexit.unregister(self._interrupt)
+        session, self._session, self._module = self._session, None, None
+        if session is not None:
+            session.close()

@@ -139,16 +139,21 @@ def _decode_shared(query: Tensor, keys: Tensor, values: Tensor, batch: _Batch, s
     per_head = queries.transpose(1, 2).reshape(key_heads, rows * group, size)
     scores = torch.cat(
         [
-            (per_head @ keys[:, batch.shared].float().mT).view(key_heads, rows, group, shared).transpose(0, 1),
-            per_request @ _padded(keys[:, batch.own], rows).float().mT + batch.bias,
+            (per_head @ _float(keys[:, batch.shared]).mT).view(key_heads, rows, group, shared).transpose(0, 1),
+            per_request @ _float(_padded(keys[:, batch.own], rows)).mT + batch.bias,
         ],
         dim=-1,
     )  # [B, K, G, P + S]
     weights = scores.softmax(dim=-1)
     on_shared = weights[..., :shared].transpose(0, 1).reshape(key_heads, rows * group, shared)
-    attended = (on_shared @ values[:, batch.shared].float()).view(key_heads, rows, group, size).transpose(0, 1)
-    attended = attended + weights[..., shared:] @ _padded(values[:, batch.own], rows).float()
+    attended = (on_shared @ _float(values[:, batch.shared])).view(key_heads, rows, group, size).transpose(0, 1)
+    attended = attended + weights[..., shared:] @ _float(_padded(values[:, batch.own], rows))
     return attended.reshape(rows, heads, size).to(query.dtype)
+
+
+def _float(states: Tensor) -> Tensor:
+    """float32 and in the order that a product needs, in one pass."""
+    return states.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _padded(states: Tensor, rows: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
     ContinuousBatchingLogitsProcessorList,
@@ -24,6 +25,10 @@ from transformers.generation.logits_process import LogitsProcessorList
 from molt_sdk.engines.base import GenerateRequest, Generation
 from molt_sdk.errors import EngineError
 from molt_sdk.types import FinishReason
+
+
+_STRETCH = 256
+"""Tokens summed at once when a token is drawn."""
 
 
 class Running:
@@ -41,7 +46,7 @@ class Running:
         self._decode = decode
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self.versions: list[int] = []
         self._eos = frozenset(request.eos_token_ids)
         # A request's own generator: the global one stays as it is, and a seed means the same in any batch.
         self._random = random.Random(request.sampling.seed)
@@ -72,7 +77,7 @@ class Running:
         return Generation(
             token_ids=self._token_ids,
             logprobs=self._logprobs,
-            versions=self._versions,
+            versions=self.versions,
             finish_reason=self.finish_reason,
         )
 
@@ -89,7 +94,7 @@ class Running:
         """Note one sampled token and whether it is the last."""
         self._token_ids.append(token_id)
         self._logprobs.append(logprob)
-        self._versions.append(version)
+        self.versions.append(version)
         if token_id in self._eos or (self.request.sampling.stop and self._matches()):
             self.finish_reason = "stop"
         elif self.room <= 0:
@@ -121,16 +126,16 @@ class Sampler(ContinuousBatchingLogitsProcessor):
 
     Args:
         running: what is generated, by the manager's request id; others keep their argmax and are not recorded.
-        version: stamps every token.
-        on_finish: called with a request's id and record when its last token is noted.
+        on_finish: called when the last token of a request is noted.
     """
 
     supported_kwargs: dict[str, type] = {}  # noqa: RUF012 (declared so by the base class)
     ignored_kwargs = ()
 
-    def __init__(self, running: Mapping[str, Running], version: int, on_finish: Callable[[str, Running], None]) -> None:
+    def __init__(self, running: Mapping[str, Running], on_finish: Callable[[Running], None]) -> None:
+        self.version = 0
+        """Stamps every token; set while nothing is generated."""
         self._running = running
-        self._version = version
         self._on_finish = on_finish
         self._rows: list[str] = []
         self.sampled_tokens = 0
@@ -145,31 +150,33 @@ class Sampler(ContinuousBatchingLogitsProcessor):
 
     def __call__(self, scores: torch.FloatTensor, tensor_arg: Tensor) -> torch.FloatTensor:
         """``scores``: float32 logits [rows, vocab], overwritten. Rows past the prepared ones mean nothing."""
-        found = [(row, name, self._running.get(name)) for row, name in enumerate(self._rows)]
-        drawn = [(row, name, running) for row, name, running in found if running is not None]
+        drawn = [(row, running) for row, name in enumerate(self._rows) if (running := self._running.get(name))]
         if not drawn:
             return scores
         tokens, logprobs = draw_tokens(
-            scores if len(drawn) == len(scores) else scores[[row for row, _, _ in drawn]],
-            [running.temperature for _, _, running in drawn],
-            [running.draw() for _, _, running in drawn],
+            scores if len(drawn) == len(scores) else scores[[row for row, _ in drawn]],
+            [running.temperature for _, running in drawn],
+            [running.draw() for _, running in drawn],
         )
-        for (row, name, running), token, logprob in zip(drawn, tokens.tolist(), logprobs.tolist(), strict=True):
+        for (row, running), token, logprob in zip(drawn, tokens.tolist(), logprobs.tolist(), strict=True):
             if not logprob > -torch.inf:
                 raise EngineError(
                     f"torch engine, request {running.request.request_id}: the model's logits are not finite "
-                    f"(policy version {self._version})"
+                    f"(policy version {self.version})"
                 )
             scores[row, token] = torch.inf
-            running.add(token, logprob, self._version)
+            running.add(token, logprob, self.version)
             self.sampled_tokens += 1
             if running.finish_reason is not None:
-                self._on_finish(name, running)
+                self._on_finish(running)
         return scores
 
 
 def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Sample each row by inverting its cumulative distribution, summed in float64, at its uniform number.
+    """Sample each row by inverting its cumulative distribution at its uniform number.
+
+    In two steps, because the running sum of a whole vocabulary costs much more than its parts: first the stretch of
+    tokens that the number falls into, then the token.
 
     Args:
         logits: float32 [rows, vocab]; overwritten.
@@ -184,16 +191,27 @@ def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequenc
     greedy = heat == 0
     peak = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(peak).div_(heat.masked_fill(greedy, 1.0).unsqueeze(1)).exp_()
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # Below the total even after rounding, so that a token of weight 0 is never hit.
-    at = torch.tensor(uniforms, dtype=torch.float64, device=logits.device).unsqueeze(1) * total
-    at = at.minimum(total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, at, right=True).clamp_(max=logits.shape[1] - 1)  # beyond only if NaN
+    stretches = pad(weights, (0, -weights.shape[1] % _STRETCH)).unflatten(1, (-1, _STRETCH))
+    sums = stretches.sum(dim=-1)
+    total = sums.double().sum(dim=-1, keepdim=True)
+    stretch, rest = _position(sums, torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * total[:, 0])
+    within, _ = _position(stretches[torch.arange(len(rest), device=logits.device), stretch], rest)
+    tokens = (stretch * _STRETCH + within).clamp_(max=weights.shape[1] - 1).unsqueeze(1)  # beyond only if NaN
     if bool(greedy.any()):
         tokens[greedy] = weights[greedy].argmax(dim=-1, keepdim=True)
     logprobs = (weights.gather(1, tokens).double() / total).log()
     return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def _position(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of each row [rows, n] passes ``at`` [rows], and what of ``at`` is left there. Never a
+    place of weight 0 unless all are."""
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = sums[:, -1]
+    at = at.minimum(total.nextafter(torch.zeros_like(total))).unsqueeze(1)  # below the total even after rounding
+    place = torch.searchsorted(sums, at, right=True).clamp_(max=weights.shape[1] - 1)
+    before = sums.gather(1, place) - weights.gather(1, place)
+    return place.squeeze(1), (at - before).clamp_(min=0.0).squeeze(1)
 
 
 def processors(sampler: Sampler) -> Any:

@@ -1,8 +1,4 @@
-"""One life of transformers' continuous batching: from one set of weights to the next.
-
-All that touches the manager is here. It is made anew for every set of weights, because its KV cache, its prefix hashes
-and its queues must not outlive them.
-"""
+"""transformers' continuous batching, run from one set of weights to the next. All that touches its manager is here."""
 
 from __future__ import annotations
 
@@ -22,12 +18,11 @@ _POLL = 0.05
 
 
 class Session:
-    """Generates what is submitted until :meth:`stop`. Make it, and stop it, on a daemon thread.
+    """Generates what is submitted between :meth:`start` and :meth:`stop`, which may follow each other many times.
 
     Args:
         module: the model; its attention implementation is switched.
         kv_tokens: size of the KV cache.
-        version: policy version of the weights.
         on_death: called from another thread with the root cause if generation dies.
     """
 
@@ -36,15 +31,15 @@ class Session:
         module: Any,
         config: TorchEngineConfig,
         kv_tokens: int,
-        version: int,
-        on_death: Callable[[Session, BaseException | None], None],
+        on_death: Callable[[BaseException | None], None],
     ) -> None:
         self._on_death = on_death
         self._names = itertools.count()
         self._running: dict[str, Running] = {}
         """By the manager's request id, until finished or cancelled. Every operation on it is atomic."""
+        self._sampler = Sampler(self._running, self._finished)
         self._stopping = threading.Event()
-        self._sampler = Sampler(self._running, version, self._finished)
+        self._watcher: threading.Thread | None = None
         module.set_attn_implementation("sdpa")  # the manager accepts no other name when it is made
         greedy = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1)  # type: ignore[no-untyped-call]
         manager = module.init_continuous_batching(
@@ -66,25 +61,28 @@ class Session:
         # It would reseed torch's global generator, which sampling here does not use.
         manager.distributed_helper.set_tp_seed = lambda *_: None
         manager.warmup()  # builds the cache; here, so that what goes wrong is raised here
-        # The generation thread inherits being a daemon from the thread that starts it; it would keep an interpreter
-        # that ends without close() alive for ever.
-        manager.start()
         self._manager = manager
-        self._watcher = threading.Thread(target=self._watch, name="molt-torch-watch", daemon=True)
-        self._watcher.start()
 
     @property
     def sampled_tokens(self) -> int:
         return self._sampler.sampled_tokens
 
+    def start(self, version: int) -> None:
+        """Generate with the weights as they are, as policy ``version``. To be called on a daemon thread: the generation
+        thread inherits that, else it would keep an interpreter that ends without a stop alive for ever."""
+        self._sampler.version = version
+        self._stopping.clear()
+        self._manager.start()
+        self._watcher = threading.Thread(target=self._watch, name="molt-torch-watch", daemon=True)
+        self._watcher.start()
+
     def submit(self, running: Running) -> None:
         """Start or resume a request. If generation is dead it stays open until ``on_death`` is called."""
-        name = str(next(self._names))  # ids of users may repeat
-        self._running[name] = running
-        running.name = name
+        running.name = str(next(self._names))  # ids of users may repeat
+        self._running[running.name] = running
         self._manager.add_request(
             running.prompt,
-            request_id=name,
+            request_id=running.name,
             max_new_tokens=running.room,
             eos_token_id=list(running.request.eos_token_ids) or -1,
         )
@@ -95,17 +93,30 @@ class Session:
             self._manager.cancel_request(running.name)
 
     def stop(self) -> None:
-        """End after the forward pass under way. Unfinished requests keep their tokens and are not settled."""
+        """End after the forward pass under way and forget all requests and everything that was cached for them. What
+        was not finished keeps its tokens and is not settled. Does nothing when stopped."""
+        if self._watcher is None:
+            return
         self._stopping.set()
         self._watcher.join()
-        self._manager.stop(hard_stop=True)
+        self._watcher = None
+        # The memory of the cache is kept, for it takes long to allocate; reset() frees every page and clears the hashes
+        # by which prefixes are found.
+        self._manager.stop(hard_stop=True, keep_for_next_session=True)
+        self._manager.batch_processor.cache.reset()
         self._running.clear()
 
-    def _finished(self, name: str, running: Running) -> None:
+    def close(self) -> None:
+        """Stop and let go of the model."""
+        self.stop()
+        self._manager.model.destroy_cached_continuous_batching_manager()
+        del self._manager
+
+    def _finished(self, running: Running) -> None:
         """On the generation thread, for the last token of a request."""
-        del self._running[name]
+        del self._running[running.name]
         if running.ended_by_text:
-            self._manager.cancel_request(name)  # in force before the next forward pass
+            self._manager.cancel_request(running.name)  # in force before the next forward pass
         running.settle()
 
     def _watch(self) -> None:
@@ -114,4 +125,4 @@ class Session:
             if self._manager.get_result(timeout=_POLL) is None and not self._manager.is_running():
                 break
         if not self._stopping.is_set():
-            self._on_death(self, self._manager.background_thread_status.fatal_error)
+            self._on_death(self._manager.background_thread_status.fatal_error)
