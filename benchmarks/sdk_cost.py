@@ -1,6 +1,6 @@
 """What the SDK itself costs: a scripted engine that answers at once, recording and store on.
 
-Prints calls/s, bytes per live trajectory and the lag of the event loop, with the same agent loop without the SDK beside it.
+Prints calls/s, bytes per live trajectory and the lag of the event loop, beside the same agent loop without the SDK.
 
     python benchmarks/sdk_cost.py [--trajectories 2000] [--turns 4]
 """

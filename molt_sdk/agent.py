@@ -48,11 +48,6 @@ class Agent(Struct, frozen=True):
         mark = mark_of(self.environment) if self.environment else None
         return mark.max_turns if isinstance(mark, EnvironmentMark) else None
 
-    @property
-    def reward_from_policy(self) -> bool:
-        """The number that the policy returns is the reward."""
-        return not self.rewards
-
 
 class TaskSource:
     """Where tasks come from; each epoch is asked for anew.

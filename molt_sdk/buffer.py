@@ -24,7 +24,6 @@ class Buffer:
         self._finished: dict[int, TrajectoryGroup | None] = {}
         self._next = 0
         self._ended_at: int | None = None
-        self._failure: BaseException | None = None
         self.dropped: Counter[str] = Counter()
         """Trajectories and groups that were not trained, by reason."""
 
@@ -69,12 +68,6 @@ class Buffer:
             self._ended_at = position
             self._changed.notify_all()
 
-    async def fail(self, error: BaseException) -> None:
-        """Make the next :meth:`take` raise."""
-        async with self._changed:
-            self._failure = error
-            self._changed.notify_all()
-
     async def take(self, count: int, version: int) -> list[TrajectoryGroup]:
         """The next ``count`` groups in stream order, fewer only at the end of the stream.
 
@@ -85,11 +78,7 @@ class Buffer:
         async with self._changed:
             try:
                 while len(taken) < count:
-                    await self._changed.wait_for(
-                        lambda: self._failure is not None or self._next in self._finished or self._at_end
-                    )
-                    if self._failure is not None:
-                        raise self._failure
+                    await self._changed.wait_for(lambda: self._next in self._finished or self._at_end)
                     if self._at_end:
                         break
                     group = self._finished.pop(self._next)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,6 +13,7 @@ from msgspec import Struct
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from molt_sdk.agent import TaskSource
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError, EngineError, MoltError, RunFailedError, TrainingError
@@ -210,6 +212,4 @@ def _held_out(environment: Any, limit: int, seed: int) -> Any:
     tasks = getattr(environment, "tasks", None)
     if tasks is None:
         raise ConfigError("--eval-limit needs an environment with a static method tasks(split, seed)")
-    from itertools import islice
-
-    return list(islice(tasks("eval", seed), limit))
+    return asyncio.run(TaskSource(tasks, split="eval", seed=seed, place="tasks").once(limit))

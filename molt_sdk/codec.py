@@ -1,7 +1,7 @@
 """Trajectories as bytes: msgpack, never pickle.
 
-A turn is stored as its parent's number and what the parent does not hold; tool schemas, sampling parameters and the
-task are stored once per trajectory; token ids, logprobs and version spans stay the compact arrays that they are.
+A turn is stored as its parent's number and what the parent does not hold; tool schemas and the task are stored
+once per trajectory; token ids, logprobs and version spans stay the compact arrays that they are.
 What a user puts into a task or returns from a policy may be any object: numpy and torch values, Decimals, dataclasses,
 sets and tuples become plain data, anything else becomes ``{"__repr__": ..., "type": ...}``.
 """
@@ -42,7 +42,7 @@ class _Turn(Struct, array_like=True):
     trainable: bool
     new_messages: Any
     tools: int
-    sampling: int
+    sampling: dict[str, Any]
     message: Any
     finish_reason: Any
     context_i32: bytes
@@ -61,7 +61,6 @@ class _Trajectory(Struct, array_like=True):
     task: Any
     turns: list[_Turn]
     tools: list[Any]
-    sampling: list[Any]
     status: Any
     reward: Any
     rewards: Any
@@ -106,7 +105,6 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
     tools: list[msgspec.Raw] = []
     tool_numbers: dict[int | bytes, int] = {}
-    sampling: dict[SamplingParams, int] = {}
 
     def tools_number(schemas: tuple[dict[str, Any], ...]) -> int:
         number = tool_numbers.get(id(schemas))
@@ -131,7 +129,7 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
                 trainable=turn.trainable,
                 new_messages=clean(turn.new_messages),
                 tools=tools_number(turn.tools),
-                sampling=sampling.setdefault(turn.sampling, len(sampling)),
+                sampling=clean(msgspec.structs.asdict(turn.sampling)),
                 message=clean(turn.message),
                 finish_reason=turn.finish_reason,
                 context_i32=turn.context_i32,
@@ -144,7 +142,6 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
             for turn in trajectory.turns
         ],
         tools=tools,
-        sampling=[clean(msgspec.structs.asdict(params)) for params in sampling],
         status=trajectory.status,
         reward=clean(trajectory.reward),
         rewards=clean(trajectory.rewards),
@@ -166,7 +163,6 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
 
 def _from_wire(wire: _Trajectory) -> Trajectory:
     tools = [tuple(schemas) for schemas in wire.tools]
-    sampling = [SamplingParams(**{**params, "stop": tuple(params["stop"])}) for params in wire.sampling]
     turns: list[Turn] = []
     for number, turn in enumerate(wire.turns):
         if turn.parent is not None and not 0 <= turn.parent < number:
@@ -180,7 +176,7 @@ def _from_wire(wire: _Trajectory) -> Trajectory:
                 trainable=turn.trainable,
                 new_messages=turn.new_messages,
                 tools=tools[turn.tools],
-                sampling=sampling[turn.sampling],
+                sampling=SamplingParams(**{**turn.sampling, "stop": tuple(turn.sampling["stop"])}),
                 message=turn.message,
                 finish_reason=turn.finish_reason,
                 context_i32=turn.context_i32,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -19,15 +16,13 @@ from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_sampling, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
-from molt_sdk.errors import ConfigError, MoltError
+from molt_sdk.errors import ConfigError
+from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rollout import Rollouts
 from molt_sdk.store import Store
 from molt_sdk.types import SamplingParams, Task, Trajectory, TrajectoryGroup
 from molt_sdk.workers import WorkerPool
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -110,22 +105,12 @@ async def run_tasks(
         if done is not None:
             await done(group)
 
-    try:
+    with plain_errors():
         async with anyio.create_task_group() as task_group:
             for i in range(len(tasks)):
                 await rollouts.turnstile.turn()
                 task_group.start_soon(one, i)
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
     return [group for group in groups if group is not None]
-
-
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error inside nested groups, so that users see a plain exception."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def arollout(
@@ -231,37 +216,43 @@ async def aevaluate(
     policy_or_env: Any = None,
     env_or_tasks: Any = None,
     *,
+    model: str | None = None,
+    engine: str | Engine = "auto",
+    tasks: Any = None,
+    rewards: Sequence[Any] = (),
+    tools: Sequence[Any] = (),
+    sampling: SamplingParams | None = None,
+    group_size: int = 1,
+    limit: int | None = None,
+    max_concurrent: int | None = None,
+    timeout: float | None = None,
+    seed: int = 0,
     split: str = "eval",
-    **arguments: Any,
+    run_dir: str | Path | None = None,
+    config: RolloutConfig | None = None,
+    torch_engine: TorchEngineConfig | None = None,
 ) -> Evaluation:
-    """Run a policy on tasks and sum up; arguments as in :func:`rollout`, with ``split="eval"``."""
-    return Evaluation(groups=await arollout(policy_or_env, env_or_tasks, split=split, **arguments))
-
-
-def in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def blocking(twin: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P, T]:
-    """The blocking form of an async function, with its signature: it runs on a loop of its own.
-
-    Inside a running event loop it raises MoltError, naming the twin to await instead.
-    """
-
-    @functools.wraps(twin)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if in_event_loop():
-            raise MoltError(f"{name}() was called inside a running event loop; use `await {twin.__name__}(...)` there")
-        return asyncio.run(twin(*args, **kwargs))
-
-    run.__name__ = run.__qualname__ = name
-    del run.__wrapped__  # else inspect takes it for the coroutine function
-    run.__signature__ = inspect.signature(twin)  # type: ignore[attr-defined]
-    return run
+    """Run a policy on held-out tasks and sum up. Arguments and errors as in :func:`arollout`."""
+    groups = await arollout(
+        policy_or_env,
+        env_or_tasks,
+        model=model,
+        engine=engine,
+        tasks=tasks,
+        rewards=rewards,
+        tools=tools,
+        sampling=sampling,
+        group_size=group_size,
+        limit=limit,
+        max_concurrent=max_concurrent,
+        timeout=timeout,
+        seed=seed,
+        split=split,
+        run_dir=run_dir,
+        config=config,
+        torch_engine=torch_engine,
+    )
+    return Evaluation(groups=groups)
 
 
 rollout = blocking(arollout, "rollout")

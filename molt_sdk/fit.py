@@ -5,10 +5,12 @@ Agents run as tasks of one event loop; the trainer has a thread of its own; the 
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,21 +26,22 @@ from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_sampling, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError, RequestError, RunFailedError, StoreError
-from molt_sdk.evaluate import Evaluation, blocking, first_error, run_tasks, with_keywords
+from molt_sdk.evaluate import Evaluation, run_tasks, with_keywords
+from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
 from molt_sdk.progress import Display, Tracker, Trackers
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rollout import Rollouts
 from molt_sdk.run import Run, open_run
 from molt_sdk.store import Store
-from molt_sdk.types import SamplingParams, Task, Trajectory, TrajectoryGroup
+from molt_sdk.types import SamplingParams, Task, TrajectoryGroup
 from molt_sdk.workers import Worker, WorkerPool
 from trainer_backend.config import TrainerConfig
 
 if TYPE_CHECKING:
     from trainer_backend.trainer import StepResult, Trainer
 
-EXTENDABLE = ("steps", "eval_every", "checkpoint_every")
+EXTENDABLE = ("steps", "eval_every", "eval_group_size", "checkpoint_every")
 """What may change when a run is resumed."""
 
 
@@ -48,7 +51,7 @@ class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str = ""
     """Model directory in Hugging Face format."""
     steps: int = 0
-    """Optimizer steps in total, those of a resumed run included."""
+    """Training steps in total, those of a resumed run and those that were skipped for want of a signal included."""
     group_size: int = 8
     """Trajectories per task; their rewards are compared with each other."""
     groups_per_step: int = 8
@@ -69,7 +72,8 @@ class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_failed_groups: int = 16
     """Groups in a row without a single scored trajectory that end the run."""
     max_uncertified: float = 0.05
-    """Share of the trajectories that may fail their certificate (and are not trained) before the run ends."""
+    """Share of the trajectories (of at least 100) that may fail their certificate before the run ends; those that
+    fail it are never trained."""
     sampling: SamplingParams = SamplingParams()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -172,15 +176,15 @@ async def afit(
 
     directory = Path(run_dir) if run_dir is not None else _default_dir(agent)
     store, resumed = _open_store(directory, resume, agent, config)
-    job = _Job(agent, config, renderer, store, held_out, trackers, resumed)
+    job = None
     try:
-        await job.run(live)
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
+        job = _Job(agent, config, renderer, store, held_out, trackers, resumed)
+        with plain_errors():
+            await job.run(live)
     finally:
         with anyio.CancelScope(shield=True):
             await store.close()
-        if not job.started and not resumed:  # nothing was recorded: leave no half-made run behind
+        if (job is None or not job.started) and not resumed:  # nothing was recorded: leave no half-made run behind
             shutil.rmtree(directory, ignore_errors=True)
     return open_run(directory)
 
@@ -221,21 +225,28 @@ class _Job:
         self.uncertified = 0
 
     async def run(self, engine: str | Engine) -> None:
-        try:
-            async with running_engine(engine, self.config.model, self.config.torch_engine) as live:
-                self.engine = live
-                self.trainer = await self.trainer_thread.run(self._load_trainer)
-                try:
-                    await self._train()
-                finally:
-                    self.cancelled = True
-                    with anyio.CancelScope(shield=True):
-                        await self._save()
-                        await self.trainer_thread.run(self.trainer.close)
-        finally:
-            self.trackers.finish()
-            self.trainer_thread.close()
-            self.pool.close()
+        async with AsyncExitStack() as cleanup:  # each part is cleaned up whatever happens to the others
+            cleanup.callback(self.pool.close)
+            cleanup.callback(self.trainer_thread.close)
+            cleanup.callback(self.trackers.finish)
+            self.engine = await cleanup.enter_async_context(
+                running_engine(engine, self.config.model, self.config.torch_engine)
+            )
+            self.trainer = await self.trainer_thread.run(self._load_trainer)
+            cleanup.push_async_callback(self._on_trainer_thread, self.trainer.close)
+            cleanup.push_async_callback(self._save)
+            cleanup.push_async_callback(self._abandon_step)
+            await self._train(push=not isinstance(engine, str))
+
+    async def _on_trainer_thread(self, fn: Callable[..., object], *args: Any) -> None:
+        """Run to the end even if the run is cancelled meanwhile."""
+        with anyio.CancelScope(shield=True):
+            await self.trainer_thread.run(fn, *args)
+
+    async def _abandon_step(self) -> None:
+        """End the step that is under way, if any: between micro-batches, or when its optimizer step is complete."""
+        self.cancelled = True
+        await self._on_trainer_thread(int)
 
     def _load_trainer(self) -> Trainer:
         from trainer_backend.trainer import Trainer
@@ -247,15 +258,17 @@ class _Job:
             return Trainer.load(found[-1].path, config.trainer, seed=config.seed)
         return Trainer(config.model, config.trainer, seed=config.seed)
 
-    async def _train(self) -> None:
+    async def _train(self, *, push: bool) -> None:
+        """``push``: the engine is the user's, and may hold other weights than the trainer."""
+        first = self.step
         if self.resumed:
-            self.buffer.start_at(open_run(self.store.dir).next_position(self.step))
-            await self.store.discard_after(self.step)
-        if self.trainer.version != self.engine.version or self.resumed:
-            await self.engine.update_weights(self.trainer.weights(), self.trainer.version)
+            self.buffer.start_at(open_run(self.store.dir).next_position(first))
+            await self.store.discard_after(first)
+        if push or first > 0:
+            await self._publish()
         self.started = True
         self.trackers.start(open_run(self.store.dir))
-        if self.step == 0:
+        if first == 0:
             await self._evaluate()
         async with anyio.create_task_group() as group:
             group.start_soon(self._produce)
@@ -265,7 +278,9 @@ class _Job:
                 if self.held_out and self.config.eval_every and self.step % self.config.eval_every == 0:
                     await self._evaluate()
             group.cancel_scope.cancel()
-        if not self.config.eval_every or self.step % self.config.eval_every != 0:
+        await self._save()
+        evaluated = self.config.eval_every and self.step % self.config.eval_every == 0
+        if self.step > first and not evaluated:
             await self._evaluate()
 
     async def _one_step(self) -> bool:
@@ -277,11 +292,12 @@ class _Job:
             return False
         waited = time.perf_counter() - clock
         await self.store.commit_batch(self.step + 1, [t.id for group in groups for t in group.trajectories if t.scored])
-        staleness = max(self.trainer.version - (t.oldest_version or 0) for g in groups for t in g.scored)
+        oldest = [t.oldest_version for group in groups for t in group.scored if t.oldest_version is not None]
+        staleness = self.trainer.version - min(oldest, default=self.trainer.version)
         result = await self.trainer_thread.run(self._train_on, groups)
         updating = time.perf_counter()
         if not result.skipped:
-            await self.engine.update_weights(self.trainer.weights(), result.version)
+            await self._publish()
         await self.buffer.release(len(groups))
         seconds = {
             "seconds": time.perf_counter() - clock,
@@ -292,6 +308,11 @@ class _Job:
         await self._log(step_metrics(groups, result) | seconds | {"staleness": staleness} | self._counts())
         return True
 
+    async def _publish(self) -> None:
+        """Give the trainer's weights to the engine, whole: a cancelled run waits for it, since it reads the trainer."""
+        with anyio.CancelScope(shield=True):
+            await self.engine.update_weights(self.trainer.weights(), self.trainer.version)
+
     def _train_on(self, groups: list[TrajectoryGroup]) -> StepResult:
         """On the trainer's thread: the step counts as done when, and only when, the trainer has completed it."""
         result = self.trainer.step(groups, cancelled=lambda: self.cancelled)
@@ -300,7 +321,7 @@ class _Job:
 
     async def _produce(self) -> None:
         """Start groups as slots become free, in stream order."""
-        rollouts = self._rollouts(self.agent, "train", training=True)
+        rollouts = self._rollouts("train")
         first = self.buffer.next_position
         position = first - 1
         async with anyio.create_task_group() as running:
@@ -308,7 +329,8 @@ class _Job:
             async def one(position: int, epoch: int, task: Task) -> None:
                 group = await rollouts.group(task, position, epoch, self.config.group_size)
                 await self.store.add_group(group)
-                await self.buffer.put(self._certified(group))
+                problems = await self.pool.run(_uncertified, group)
+                await self.buffer.put(self._certified(group, problems))
 
             async for position, epoch, task in self.agent.tasks.stream():
                 if position >= first:
@@ -316,20 +338,16 @@ class _Job:
                     running.start_soon(one, position, epoch, task)
             await self.buffer.end(position + 1)
 
-    def _certified(self, group: TrajectoryGroup) -> TrajectoryGroup:
+    def _certified(self, group: TrajectoryGroup, problems: dict[str, str]) -> TrajectoryGroup:
         """The group without what cannot be proven exact; stops the run when nothing works or too much is inexact."""
         self.statuses.update(t.status for t in group.trajectories)
-        exact: list[Trajectory] = []
-        for trajectory in group.trajectories:
-            certificate = trajectory.certify()
-            if certificate.ok:
-                exact.append(trajectory)
-                continue
+        exact = tuple(t for t in group.trajectories if t.id not in problems)
+        for identity, problem in problems.items():
             self.uncertified += 1
             self.buffer.dropped["uncertified trajectory"] += 1
-            logger.error("trajectory {} is not trained: {}", trajectory.id, "; ".join(certificate.problems))
+            logger.error("trajectory {} is not trained: {}", identity, problem)
         total = self.statuses.total()
-        if self.uncertified > max(8, self.config.max_uncertified * total):
+        if self.uncertified > self.config.max_uncertified * max(100, total):
             raise RunFailedError(
                 f"{self.uncertified} of {total} trajectories failed their certificate "
                 f"(max_uncertified={self.config.max_uncertified}); see the log for the problems"
@@ -341,13 +359,13 @@ class _Job:
                 f"{self.failed_in_a_row} groups in a row had no scored trajectory; the latest error was\n"
                 f"{errors[-1] if errors else 'none recorded'}"
             )
-        return msgspec.structs.replace(group, trajectories=tuple(exact))
+        return msgspec.structs.replace(group, trajectories=exact)
 
     async def _evaluate(self) -> None:
         if not self.held_out:
             return
         clock = time.perf_counter()
-        rollouts = self._rollouts(self.agent, "eval", training=False)
+        rollouts = self._rollouts("eval")
 
         async def keep(group: TrajectoryGroup) -> None:
             await self.store.add_group(group, step=self.step)
@@ -356,16 +374,16 @@ class _Job:
         summary = Evaluation(groups=groups).summary() | {"seconds": time.perf_counter() - clock}
         await self._log({f"eval/{name}": value for name, value in summary.items()})
 
-    def _rollouts(self, agent: Agent, split: str, *, training: bool) -> Rollouts:
+    def _rollouts(self, split: str) -> Rollouts:
         return Rollouts(
-            agent,
+            self.agent,
             self.engine,
             self.renderer,
             self.pool,
             sampling=self.config.sampling,
             config=self.config.rollout,
             seed=self.config.seed,
-            training=training,
+            training=split == "train",
             split=split,
             finished=self.display.trajectory,
         )
@@ -375,12 +393,12 @@ class _Job:
         if self.step == self.saved_step or self.step == 0:
             return
         path = self.store.dir / "checkpoints" / f"step-{self.step}"
-        await self.trainer_thread.run(self.trainer.save, path)
+        await self._on_trainer_thread(self.trainer.save, path)
         self.saved_step = self.step
-        await self.store.add_checkpoint(self.step, self.trainer.version, path)
-        kept = open_run(self.store.dir).checkpoints
-        for old in kept[:-2]:
-            shutil.rmtree(old.path, ignore_errors=True)
+        with anyio.CancelScope(shield=True):
+            await self.store.add_checkpoint(self.step, self.trainer.version, path)
+            for old in open_run(self.store.dir).checkpoints[:-2]:
+                await self.pool.run(shutil.rmtree, old.path, ignore_errors=True)
 
     async def _log(self, metrics: dict[str, float]) -> None:
         await self.store.add_metrics(self.step, metrics)
@@ -411,12 +429,13 @@ def step_metrics(groups: Sequence[TrajectoryGroup], result: StepResult) -> dict[
     return flat | numbers | result.metrics
 
 
+def _uncertified(group: TrajectoryGroup) -> dict[str, str]:
+    """What is wrong with the trajectories that do not certify, by id."""
+    certificates = {t.id: t.certify() for t in group.trajectories}
+    return {identity: "; ".join(c.problems) for identity, c in certificates.items() if not c.ok}
+
+
 def _merge(config: FitConfig, *, learning_rate: float | None, rollout: dict[str, Any], **keywords: Any) -> FitConfig:
-    default, sampling = FitConfig(), keywords.pop("sampling")
-    if sampling is not None:
-        if config.sampling not in (default.sampling, sampling):
-            raise ConfigError(f"sampling={sampling} contradicts config.sampling={config.sampling}; set it in one place")
-        config = msgspec.structs.replace(config, sampling=sampling)
     merged = with_keywords(config, "config", **keywords)
     return msgspec.structs.replace(
         merged,
@@ -448,7 +467,7 @@ def _open_store(directory: Path, resume: bool, agent: Agent, config: FitConfig) 
         changed = sorted(
             name
             for name in settings
-            if name not in EXTENDABLE and before.get(name) != msgspec.json.decode(msgspec.json.encode(settings[name]))
+            if name not in EXTENDABLE and before.get(name) != json.loads(json.dumps(settings[name]))
         )
         if changed:
             shown = "; ".join(f"{name} was {before.get(name)!r} and is {settings[name]!r}" for name in changed)

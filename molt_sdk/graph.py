@@ -13,8 +13,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
-
 from molt_sdk.messages import parsed_arguments
 from molt_sdk.packed import pack_floats
 from molt_sdk.types import Certificate, Message, Sample, Trajectory, Turn
@@ -233,7 +231,7 @@ def _turn_problems(trajectory: Trajectory, index: int, turn: Turn) -> Iterator[s
         yield f"{where}: token ids or logprobs are not whole 4-byte numbers"
         return
     count = len(turn.completion_i32) // 4
-    if count == 0 or not turn.prompt_i32:
+    if count == 0 or (turn.parent is None and not turn.context_i32):
         yield f"{where}: empty prompt or completion"
     if len(turn.logprobs_f32) != len(turn.completion_i32):
         yield f"{where}: {len(turn.logprobs_f32) // 4} logprobs for {count} tokens"
@@ -247,12 +245,3 @@ def _turn_problems(trajectory: Trajectory, index: int, turn: Turn) -> Iterator[s
         expected = end
     if expected != count:
         yield f"{where}: version spans cover {expected} of {count} tokens"
-
-
-def link(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The same turns with ``parent_turn`` set from ``parent`` (records come from storage without it)."""
-    linked: list[Turn] = []
-    for turn in turns:
-        parent = linked[turn.parent] if turn.parent is not None else None
-        linked.append(msgspec.structs.replace(turn, parent_turn=parent))
-    return tuple(linked)

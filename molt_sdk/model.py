@@ -20,6 +20,7 @@ import msgspec
 
 from molt_sdk.decorators import MARK, mark_of, where
 from molt_sdk.errors import ConfigError, EngineError, ModelClosedError, RequestError, RewardError
+from molt_sdk.loop import plain_errors
 from molt_sdk.messages import copied, normalize, normalize_call
 from molt_sdk.recorder import Recorder, Scope
 from molt_sdk.tools import Tool, ToolArgumentsError, result_text, tools_from
@@ -441,12 +442,10 @@ class Model:
 
 async def _together(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Await all at the same time. Raises the first error as it is, not in a group."""
-    try:
+    with plain_errors():
         async with anyio.create_task_group() as group:
             for call in calls:
                 group.start_soon(call)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def _is_parallel(call: ToolCall, tools: Mapping[str, Tool]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from loguru import logger
+
 from molt_sdk.run import Run
 from molt_sdk.types import Trajectory
 
@@ -40,7 +42,11 @@ class Trackers:
 
     def finish(self) -> None:
         while self._started:
-            self._started.pop().finish()
+            tracker = self._started.pop()
+            try:
+                tracker.finish()
+            except Exception:  # a run that is over must not fail for it, and the others have to finish too
+                logger.exception("tracker {} failed in finish()", type(tracker).__name__)
 
 
 class Display:

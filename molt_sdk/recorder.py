@@ -14,12 +14,15 @@ import msgspec
 from molt_sdk.engines.base import Engine, GenerateRequest, Generation, check_generation
 from molt_sdk.errors import ContextLengthError, EngineError, ModelClosedError, MoltError, RequestError
 from molt_sdk.graph import Lineage, explain_new_root, prefix_keys
+from molt_sdk.loop import Turnstile
 from molt_sdk.messages import encodable
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
 from molt_sdk.rendering.renderer import Bridge, Renderer
-from molt_sdk.turnstile import Turnstile
 from molt_sdk.types import MAIN_AGENT, Message, SamplingParams, ToolExecution, Turn
 from molt_sdk.workers import being_cancelled
+
+RAW_COMPLETION = "raw completion"
+"""``fork_reason`` of a call of ``model.complete``, which has no messages to continue."""
 
 
 class Scope:
@@ -116,10 +119,11 @@ class Recorder:
 
     async def complete(self, scope: Scope, prompt: str | Sequence[int], sampling: SamplingParams) -> Turn:
         """Record one raw completion: always a root, since it has no messages."""
+        await self.turnstile.turn()
         self.require_open()
         ids = self._raw_ids(prompt)
         shown: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
-        plan = Plan(None, "raw completion", ids, ids, shown, [])
+        plan = Plan(None, RAW_COMPLETION, ids, ids, shown, [])
         _, generation, sampling, seconds = await self._generate(ids, sampling)
         message: Message = {"role": "assistant", "content": self.renderer.text(generation.token_ids)}
         return self._record(scope, plan, (), sampling, generation, message, seconds)
@@ -144,7 +148,7 @@ class Recorder:
         keys = prefix_keys(messages)
         found = self._lineage.candidate(keys, scope.sees)
         if found is None:
-            visible = [turn for turn in self.turns if scope.sees(turn) and turn.fork_reason != "raw completion"]
+            visible = [turn for turn in self.turns if scope.sees(turn) and turn.fork_reason != RAW_COMPLETION]
             reason = explain_new_root(messages, visible)
         else:
             parent, covered = found

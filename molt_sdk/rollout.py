@@ -19,10 +19,10 @@ from molt_sdk.agent import Agent, RewardSpec, make_environment
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.base import Engine
 from molt_sdk.errors import ContextLengthError, EngineError, RewardError
+from molt_sdk.loop import Turnstile
 from molt_sdk.model import Model, Reject, SamplingRules, Session, Stop, call_user_code, to_reward
 from molt_sdk.recorder import Recorder
 from molt_sdk.rendering.renderer import Renderer
-from molt_sdk.turnstile import Turnstile
 from molt_sdk.types import MAIN_AGENT, SamplingParams, Status, Task, Trajectory, TrajectoryGroup
 from molt_sdk.workers import WorkerPool, contained
 

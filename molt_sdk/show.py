@@ -17,7 +17,7 @@ COLUMNS = ("step", "reward", "loss", "grad_norm", "tokens", "seconds", "stalenes
 
 
 def show_run(run: Run, console: Console, *, limit: int = 10) -> None:
-    """Steps with their main numbers, trajectories by status, the newest trajectories."""
+    """Steps with their main numbers, trajectories by status, the first ``limit`` trajectories."""
     console.print(f"run {run.dir}", markup=False)
     table = Table(*COLUMNS, box=None)
     for row in run.metrics:

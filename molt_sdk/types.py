@@ -7,12 +7,13 @@ are in. Token ids are int32, logprobs float32 (natural log, after temperature), 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 import msgspec
 from msgspec import Struct, field
 
+from molt_sdk.errors import ConfigError
 from molt_sdk.packed import Span, from_spans, unpack_floats, unpack_ints
 
 
@@ -117,8 +118,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Mixed with the task's position and the trajectory's index, so that siblings differ."""
 
     def __post_init__(self) -> None:
-        from molt_sdk.errors import ConfigError
-
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
                 raise ConfigError(f"sampling: {name}={getattr(self, name)!r} is not valid; {name} must be {rule}")
@@ -206,8 +205,12 @@ class Turn(Struct, frozen=True, kw_only=True):
     @property
     def messages(self) -> list[Message]:
         """The conversation of the request, without the reply."""
-        head = [*self.parent_turn.messages, self.parent_turn.message] if self.parent_turn else []
-        return [*head, *self.new_messages]
+        parts: list[list[Message]] = [self.new_messages]
+        turn = self.parent_turn
+        while turn is not None:
+            parts += [[turn.message], turn.new_messages]
+            turn = turn.parent_turn
+        return [message for part in reversed(parts) for message in part]
 
 
 class ToolExecution(Struct, frozen=True, kw_only=True):
@@ -388,7 +391,3 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 
     def __len__(self) -> int:
         return len(self.trajectories)
-
-
-JsonSchema = Mapping[str, Any]
-Messages = Sequence[Message]

@@ -114,10 +114,9 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            if job.future.cancelled():
-                continue
             self._running = job
-            job.run()
+            if not job.future.cancelled():
+                job.run()
             self._running = None
             del job  # an idle thread keeps nothing of its last call alive
 
@@ -134,7 +133,7 @@ def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | No
 
 
 class WorkerPool:
-    """At most ``size`` threads, made when needed.
+    """At most ``size`` threads that are not stuck, made when needed.
 
     A thread that is still stuck ``grace`` seconds after its call was given up on is replaced, so that a hanging tool
     costs one thread and not everything that is to run on it. Until then it may come back: what is pinned to it waits.

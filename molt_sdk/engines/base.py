@@ -54,10 +54,12 @@ class Engine(Protocol):
         """Most tokens of prompt + completion."""
 
     async def start(self) -> None:
-        """Load what is needed. Called once, before the first request; raises EngineError or ModelPathError."""
+        """Load what is needed, before the first request; does nothing when it is loaded. Raises EngineError or
+        ModelPathError."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one completion. Cancelling the caller aborts the request. Raises EngineError."""
+        """Sample one completion. Cancelling the caller aborts the request. Raises EngineError, or
+        RequestError for a request that no engine could serve."""
 
     async def update_weights(self, weights: NamedTensors, version: int) -> None:
         """Replace the weights; when this returns, every new token is sampled by ``version``. Requests in flight go on

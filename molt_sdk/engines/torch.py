@@ -251,7 +251,7 @@ class TorchEngine:
             self._session.start(self.version)
             self._generating = True
             for running in self._running:
-                if running.finish_reason is None and not running.future.cancelled():
+                if running.finish_reason is None:
                     self._session.submit(running)
 
     def _interrupt(self) -> None:

@@ -22,8 +22,9 @@ class TorchEngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Most tokens in one forward pass; longer prompts are prefilled in parts."""
     page_size: int = 16
     """Tokens in one page of the KV cache; whole pages of equal prefixes are shared."""
-    kv_cache_gib: float = 2.0
-    """Most memory for the KV cache, in GiB; never more than the requests of one batch can fill."""
+    kv_cache_gib: float = 1.0
+    """Most memory for the KV cache, in GiB; never more than the requests of one batch can fill.
+    Requests that do not fit together wait, or are computed again later."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_batch_requests", 1), ("max_batch_tokens", 1), ("page_size", 4)):

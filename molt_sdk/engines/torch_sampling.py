@@ -26,7 +26,6 @@ from molt_sdk.engines.base import GenerateRequest, Generation
 from molt_sdk.errors import EngineError
 from molt_sdk.types import FinishReason
 
-
 _STRETCH = 256
 """Tokens summed at once when a token is drawn."""
 
@@ -191,7 +190,7 @@ def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequenc
     greedy = heat == 0
     peak = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(peak).div_(heat.masked_fill(greedy, 1.0).unsqueeze(1)).exp_()
-    stretches = pad(weights, (0, -weights.shape[1] % _STRETCH)).unflatten(1, (-1, _STRETCH))
+    stretches = pad(weights, (0, -weights.shape[1] % _STRETCH)).view(len(weights), -1, _STRETCH)
     sums = stretches.sum(dim=-1)
     total = sums.double().sum(dim=-1, keepdim=True)
     stretch, rest = _position(sums, torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * total[:, 0])

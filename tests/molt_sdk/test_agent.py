@@ -282,8 +282,7 @@ def test_training_needs_a_reward_source() -> None:
     with pytest.raises(molt.ConfigError, match=r"no reward source: give rewards=\[fn\]"):
         resolve_agent(None, None, tasks=ROWS, rewards=(), tools=(), split="train", seed=0, need_reward=True)
     assert resolved(silent, rewards=[score]).rewards[0].name == "score"
-    assert resolved(unannotated).reward_from_policy
-    assert resolved(solve).reward_from_policy
+    assert resolved(unannotated).rewards == resolved(solve).rewards == ()  # what they return is the reward
 
 
 def test_rewards_of_an_environment_and_of_the_call_come_together() -> None:

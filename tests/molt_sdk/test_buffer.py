@@ -155,19 +155,6 @@ async def test_at_the_end_of_the_stream_the_last_groups_are_fewer() -> None:
     assert await buffer.take(2, 0) == []
 
 
-async def test_a_failure_wakes_the_trainer() -> None:
-    """F82."""
-    buffer = Buffer(2, 1)
-    await buffer.put(group(0, (1.0, 0)))
-    take = asyncio.create_task(buffer.take(2, 0))
-    await asyncio.sleep(0)
-    await buffer.fail(molt.RunFailedError("every rollout failed"))
-    with pytest.raises(molt.RunFailedError, match="every rollout failed"):
-        await take
-    with pytest.raises(molt.RunFailedError):
-        await buffer.take(1, 0)
-
-
 async def test_a_cancelled_take_takes_nothing() -> None:
     buffer = Buffer(3, 0)
     await buffer.put(group(0, (1.0, 0)))

@@ -15,7 +15,7 @@ from molt_sdk.fit import FitConfig
 from molt_sdk.load import load_agent
 from molt_sdk.testing import ScriptedEngine
 
-AGENT = '''
+AGENT = """
 import molt_sdk as molt
 
 @molt.environment
@@ -31,7 +31,7 @@ class Echo:
 @molt.policy
 async def talk(env: Echo, model: molt.Model) -> None:
     await model.chat(env.task.prompt, max_tokens=4)
-'''
+"""
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_without_staleness_no_rollout_starts_before_the_weights_of_the_last_step
     run = fit(pocket, tmp_path / "run", engine=engine, steps=3)
     # 2 groups x 4 trajectories of one call each per step; what a step trains was sampled by the weights before it
     assert seen[:24] == [0] * 8 + [1] * 8 + [2] * 8
-    assert engine.updates == [1, 2, 3]
+    assert engine.updates == [0, 1, 2, 3]
     for step in (1, 2, 3):
         assert {v for g in run.groups(step) for t in g for turn in t.turns for v in turn.versions} == {step - 1}
 
@@ -176,9 +176,7 @@ def test_a_group_that_fails_frees_its_slot_and_the_next_one_takes_its_place(pock
             raise KeyError("always fails")
         return float(len((await model.chat(task.prompt)).text) % 2)
 
-    run = fit(
-        pocket, tmp_path / "run", policy_or_env=picky, env_or_tasks=QUESTIONS, tasks=None, rewards=(), steps=6
-    )
+    run = fit(pocket, tmp_path / "run", policy_or_env=picky, env_or_tasks=QUESTIONS, tasks=None, rewards=(), steps=6)
     assert sorted(run.batches) == [1, 2, 3, 4, 5, 6]
     assert all(t.task.prompt != "question 2" for step in run.batches for g in run.groups(step) for t in g)
     assert run.metrics[-1]["dropped/group without a scored trajectory"] >= 2
@@ -322,7 +320,8 @@ def test_ctrl_c_ends_the_process_quickly_and_the_run_can_be_resumed(pocket: str,
 
         engine = ScriptedEngine({pocket!r}, replies)
         molt.fit(tasks=[{{"prompt": "q"}}], tools=[nap], rewards=[lambda task, t: len(t.text)], model={pocket!r},
-                 engine=engine, steps=9, group_size=2, groups_per_step=1, max_staleness=0, run_dir={str(tmp_path / "run")!r})
+                 engine=engine, steps=9, group_size=2, groups_per_step=1, max_staleness=0,
+                 run_dir={str(tmp_path / "run")!r})
         """
     )
     process = subprocess.Popen(

@@ -14,11 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import molt_sdk as molt
-from molt_sdk.graph import link
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
 from molt_sdk.testing import Script, ScriptedEngine
 
 END = 258
+
+
+def link(turns: Sequence[molt.Turn]) -> tuple[molt.Turn, ...]:
+    """The same turns with ``parent_turn`` set from ``parent``."""
+    linked: list[molt.Turn] = []
+    for turn in turns:
+        parent = linked[turn.parent] if turn.parent is not None else None
+        linked.append(msgspec.structs.replace(turn, parent_turn=parent))
+    return tuple(linked)
 
 
 def turn(id: int, parent: int | None, context: Sequence[int], completion: Sequence[int], **changes: Any) -> molt.Turn:

@@ -528,6 +528,17 @@ async def test_equal_calls_are_separate_records(pocket: str) -> None:
     assert trajectory.certify().trained_tokens == 4
 
 
+async def test_of_equal_replies_the_newest_is_continued(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        await model.chat("q")
+        reply = await model.chat("q")
+        await model.chat([*reply.messages, user("more")])
+
+    trajectory = await recorded(pocket, policy, "same", "same", "a")
+    assert [turn.parent for turn in trajectory.turns] == [None, None, 1]
+    assert trajectory.certify().abandoned_tokens == len("same") + 1
+
+
 async def test_best_of_n_trains_the_reply_that_was_continued(pocket: str) -> None:
     async def policy(task: molt.Task, model: molt.Model) -> None:
         replies = [await model.chat("q") for _ in range(4)]
@@ -680,7 +691,7 @@ async def test_max_tokens_is_clamped_to_the_room_that_is_left(pocket: str) -> No
         (Script(token_ids=[]), "empty completion"),
         (Script(token_ids=[5] * 600), "600 tokens although max_tokens=512"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_malformed_reply_is_refused_never_repaired(pocket: str, reply: Script, words: str) -> None:
     """F67, F133."""

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from molt_sdk.engines.base import Engine, GenerateRequest, Generation, check_generation
 from molt_sdk.engines.torch import TorchEngine
@@ -86,6 +87,19 @@ def weights_of(model: str) -> dict[str, torch.Tensor]:
     return dict(load_file(Path(model) / "model.safetensors"))
 
 
+@pytest.fixture
+def forward_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many there were; the cache is updated once in each of the two layers."""
+    update, calls = PagedAttentionCache.update, [0]
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls[0] += 1
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(PagedAttentionCache, "update", counted)
+    return lambda: calls[0] // 2
+
+
 async def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
     """Other threads generate: let the event loop turn until they have come so far."""
     async with asyncio.timeout(seconds):
@@ -148,6 +162,31 @@ async def test_more_requests_than_the_cache_holds_are_still_exact(pocket: str) -
     for one, generation in zip(asked, generations, strict=True):
         assert len(generation.token_ids) == 100
         assert generation.logprobs == pytest.approx(expected_logprobs(pocket, one, generation), abs=1e-4)
+
+
+async def test_layers_with_a_sliding_window_see_only_the_window(tmp_path: Path) -> None:
+    path = pocket_model(tmp_path)
+    config = MistralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=259,
+        max_position_embeddings=256,
+        sliding_window=16,
+    )
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(6.0 if parameter.dim() == 2 else 1.0)  # else attention hardly matters
+    module.save_pretrained(path)
+    asked = [request("x" * (5 + 30 * i), seed=i, max_tokens=40) for i in range(4)]
+    async with engine_of(path) as engine:
+        generations = await together(*(engine.generate(one) for one in asked))
+    for one, generation in zip(asked, generations, strict=True):
+        assert generation.logprobs == pytest.approx(expected_logprobs(path, one, generation), abs=1e-4)
 
 
 async def test_greedy_takes_the_most_probable_token_every_time(engine: TorchEngine, pocket: str) -> None:
@@ -235,11 +274,13 @@ async def test_a_stop_string_in_the_prompt_is_no_match(engine: TorchEngine) -> N
     assert generation.finish_reason == "length"
 
 
-async def test_after_a_stop_string_its_place_in_the_batch_is_free(pocket: str) -> None:
+async def test_after_a_stop_string_its_place_in_the_batch_is_free(
+    pocket: str, forward_passes: Callable[[], int]
+) -> None:
     config = TorchEngineConfig(dtype="float32", max_batch_requests=1, max_batch_tokens=16)
     async with engine_of(pocket, config) as engine:
         free = await engine.generate(request(max_tokens=60))
-        sampled = engine.sampled_tokens
+        passes, sampled = forward_passes(), engine.sampled_tokens
         letter = next(chr(token) for token in free.token_ids if 32 <= token < 127)
         ended, after = await together(
             engine.generate(request(max_tokens=2000, stop=(letter,))), engine.generate(request(max_tokens=3))
@@ -247,6 +288,7 @@ async def test_after_a_stop_string_its_place_in_the_batch_is_free(pocket: str) -
         assert chr(ended.token_ids[-1]) == letter
         assert len(after.token_ids) == 3
         assert engine.sampled_tokens == sampled + len(ended.token_ids) + 3
+        assert forward_passes() == passes + len(ended.token_ids) + 3
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -466,7 +508,7 @@ async def test_updates_without_requests_are_cheap(engine: TorchEngine, other: st
 # ------------------------------------------------------------------------------------------- cancellation, end, death
 
 
-async def test_cancelling_the_caller_frees_the_batch_at_once(pocket: str) -> None:
+async def test_cancelling_the_caller_frees_the_batch_at_once(pocket: str, forward_passes: Callable[[], int]) -> None:
     config = TorchEngineConfig(dtype="float32", max_batch_requests=1, max_batch_tokens=16)
     async with engine_of(pocket, config) as engine:
         tasks = [asyncio.ensure_future(engine.generate(request(max_tokens=2000))) for _ in range(3)]
@@ -478,12 +520,14 @@ async def test_cancelling_the_caller_frees_the_batch_at_once(pocket: str) -> Non
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert engine.running_requests == 0
-        sampled = engine.sampled_tokens
+        passes = forward_passes()
         assert len((await engine.generate(request(max_tokens=3))).token_ids) == 3  # there is only one place
-        assert engine.sampled_tokens <= sampled + 1 + 3  # at most the forward pass that was under way
+        assert forward_passes() <= passes + 2 + 3  # two may be under way: one counted by half, one begun since
 
 
-async def test_a_request_cancelled_during_an_update_is_not_taken_up_again(engine: TorchEngine, other: str) -> None:
+async def test_a_request_cancelled_during_an_update_is_not_taken_up_again(
+    engine: TorchEngine, other: str, forward_passes: Callable[[], int]
+) -> None:
     task = asyncio.ensure_future(engine.generate(request(max_tokens=2000)))
     await until(lambda: engine.sampled_tokens > 0)
     update = asyncio.ensure_future(engine.update_weights(weights_of(other).items(), 1))
@@ -492,9 +536,9 @@ async def test_a_request_cancelled_during_an_update_is_not_taken_up_again(engine
     await update
     with pytest.raises(asyncio.CancelledError):
         await task
-    sampled = engine.sampled_tokens
+    passes = forward_passes()
     await engine.generate(request(max_tokens=3))
-    assert engine.sampled_tokens <= sampled + 1 + 3
+    assert forward_passes() == passes + 3
 
 
 async def test_close_fails_what_runs_and_leaves_no_thread(pocket: str) -> None:
@@ -532,7 +576,7 @@ async def test_the_death_of_generation_fails_everybody_with_its_cause(
     def broken(*_: object) -> None:
         raise MemoryError("the cache is gone")
 
-    monkeypatch.setattr("transformers.generation.continuous_batching.PagedAttentionCache.update", broken)
+    monkeypatch.setattr(PagedAttentionCache, "update", broken)
     for task in tasks:
         with pytest.raises(EngineError, match=r"request r: generation died .*the cache is gone") as caught:
             await task
