@@ -65,7 +65,8 @@ class TorchEngine:
 
     @property
     def context_length(self) -> int:
-        return self._files.context_length
+        """Most tokens of prompt + completion: the model's context, or the KV cache if that is smaller."""
+        return min(self._files.context_length, self._kv_tokens or self._files.context_length)
 
     @property
     def running_requests(self) -> int:
@@ -162,14 +163,17 @@ class TorchEngine:
                 f"{where}: prompt token id {bad} at position {position} is outside the vocabulary "
                 f"(0..{self._vocab_size - 1}); was the prompt made with another model's tokenizer?"
             )
-        for limit, name, advice in (
-            (self.context_length, "the model's context", "shorten the prompt or lower max_tokens"),
-            (self._kv_tokens, "the KV cache", "raise kv_cache_gib of the torch engine"),
-        ):
-            if len(ids) + room > limit:
-                raise RequestError(
-                    f"{where}: {len(ids)} prompt tokens + max_tokens={room} exceed {name} of {limit} tokens; {advice}"
-                )
+        if len(ids) + room > self.context_length:
+            held = self.context_length < self._files.context_length
+            name, advice = (
+                ("the KV cache", "raise kv_cache_gib of the torch engine")
+                if held
+                else ("the model's context", "shorten the prompt or lower max_tokens")
+            )
+            raise RequestError(
+                f"{where}: {len(ids)} prompt tokens + max_tokens={room} exceed {name} of {self.context_length} tokens; "
+                f"{advice}"
+            )
 
     def _check_alive(self, what: str) -> None:
         """With the lock held."""
@@ -263,12 +267,17 @@ class TorchEngine:
 
     def _update(self, weights: NamedTensors, version: int) -> None:
         staged = stage(self._module, weights)  # while generation goes on; raises before anything has changed
-        self._interrupt()
-        with self._lock:
-            self._check_alive("update_weights")
-        install(staged)
-        self.version = version
-        self._generate()
+        try:
+            self._interrupt()
+            with self._lock:
+                self._check_alive("update_weights")
+            install(staged)
+            self.version = version
+            self._generate()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise self._fail("generation could not go on after an update", error) from error
 
     def _unload(self) -> None:
         self._interrupt()

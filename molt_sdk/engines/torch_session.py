@@ -114,7 +114,7 @@ class Session:
 
     def _finished(self, running: Running) -> None:
         """On the generation thread, for the last token of a request."""
-        del self._running[running.name]
+        self._running.pop(running.name, None)  # cancel() may have been faster
         if running.ended_by_text:
             self._manager.cancel_request(running.name)  # in force before the next forward pass
         running.settle()
