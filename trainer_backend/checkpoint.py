@@ -9,6 +9,7 @@ The optimizer is in a folder of its own because inference engines load every *.s
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -79,7 +80,8 @@ def save_checkpoint(
                     shutil.copyfile(file, folder / file.name)
         (folder / OPTIMIZER_FILE).parent.mkdir()
         save_file(dict(_moments(model, optimizer)), folder / OPTIMIZER_FILE)
-        (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        # The json module, because msgspec would write an infinite grad_clip as null.
+        (folder / STATE_FILE).write_text(json.dumps(msgspec.to_builtins(state), indent=2) + "\n", encoding="utf-8")
 
     _atomic_directory(Path(directory), write)
 
@@ -88,10 +90,10 @@ def load_state(directory: str | os.PathLike[str]) -> TrainerState:
     """Read ``trainer.json``. Raises TrainingError when it is missing or is not one."""
     path = Path(directory) / STATE_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TrainerState)
+        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), TrainerState)
     except FileNotFoundError as error:
         raise TrainingError(f"{str(path)!r} does not exist; resume from a folder that the trainer saved") from error
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise TrainingError(f"{str(path)!r} is not a trainer state that this release reads: {error}") from error
 
 

@@ -18,6 +18,7 @@ import pytest
 
 import molt_sdk as molt
 from molt_sdk.testing import Script, ScriptedEngine
+from trainer_backend.config import TrainerConfig
 
 QUESTIONS = [{"prompt": f"question {i}"} for i in range(5)]
 
@@ -127,6 +128,20 @@ def test_resuming_with_other_settings_is_refused(pocket: str, tmp_path: Path) ->
         fit(pocket, tmp_path / "run", steps=2, group_size=2, resume=True)
     with pytest.raises(molt.StoreError, match="another run"):
         fit(pocket, tmp_path / "run", steps=2)
+
+
+def test_a_run_without_clipping_can_be_resumed(pocket: str, tmp_path: Path) -> None:
+    config = molt.FitConfig(trainer=TrainerConfig(grad_clip=float("inf")))
+    fit(pocket, tmp_path / "run", steps=1, config=config)
+    assert sorted(fit(pocket, tmp_path / "run", steps=2, config=config, resume=True).batches) == [1, 2]
+
+
+def test_the_first_weights_go_to_an_engine_that_the_user_made(pocket: str, tmp_path: Path) -> None:
+    """It may hold those of an earlier run, at whatever version."""
+    engine = ScriptedEngine(pocket, chatter)
+    engine.version = 7
+    run = fit(pocket, tmp_path / "run", engine=engine, steps=1)
+    assert {v for g in run.groups(1) for t in g for turn in t.turns for v in turn.versions} == {0}
 
 
 def test_resume_starts_a_run_where_there_is_none(pocket: str, tmp_path: Path) -> None:

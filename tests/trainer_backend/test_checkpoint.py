@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_settings_can_change_on_resume_and_counters_go_on(pocket: str, checkpoin
     trainer.save(checkpoint_directory)
     resumed = Trainer.load(checkpoint_directory, TrainerConfig(learning_rate=1e-5))
     assert (resumed.version, resumed.skipped_steps, resumed.config.learning_rate) == (3, 1, 1e-5)
+
+
+def test_clipping_that_is_off_stays_off_on_resume(pocket: str, checkpoint_directory: Path) -> None:
+    Trainer(pocket, TrainerConfig(grad_clip=math.inf)).save(checkpoint_directory)
+    assert Trainer.load(checkpoint_directory).config.grad_clip == math.inf
+
+
+def test_a_torn_state_file_is_named(pocket: str, checkpoint_directory: Path) -> None:
+    Trainer(pocket, CONFIG).save(checkpoint_directory)
+    file = checkpoint_directory / "trainer.json"
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(TrainingError, match=r"trainer\.json"):
+        Trainer.load(checkpoint_directory)
 
 
 def test_saving_replaces_the_folder_as_a_whole(
