@@ -168,6 +168,8 @@ def resolve_agent(
         DefinitionError, ConfigError: what is wrong, where, and what to write instead.
     """
     policy, environment = _policy_and_environment(policy_or_env, env_or_tasks)
+    for given in (env_or_tasks, tasks):
+        _check_no_policy(given)
     if env_or_tasks is not None and environment is not env_or_tasks:
         if tasks is not None:
             raise ConfigError("tasks were given twice: as the second argument and as tasks=...; give them once")
@@ -179,6 +181,12 @@ def resolve_agent(
             raise ConfigError(
                 f"tools=... and environment {environment.__qualname__} were both given; write the tools as @molt.tool "
                 "methods of the environment"
+            )
+    for given in tools:
+        if inspect.isclass(given):
+            raise DefinitionError(
+                f"tools=... holds the class {given.__qualname__}, whose methods need an instance: pass one, or give an "
+                "environment class in place of tools"
             )
     tools_from(tools)
     if policy is not None and tools:
@@ -211,6 +219,17 @@ def resolve_agent(
         rewards=specs,
         tasks=TaskSource(tasks, split=split, seed=seed, place=place),
     )
+
+
+def _check_no_policy(tasks: Any) -> None:
+    """Raise ConfigError for what cannot give tasks although it can be called or is an object of the user's."""
+    if isinstance(mark_of(tasks), PolicyMark):
+        raise ConfigError(f"policy {where(tasks)} stands where tasks belong; the policy is the first argument")
+    if isinstance(mark_of(tasks), EnvironmentMark) and not inspect.isclass(tasks):
+        raise ConfigError(
+            f"an instance of environment {type(tasks).__qualname__} was given; pass the class, each trajectory makes "
+            "an instance of its own"
+        )
 
 
 def _tasks_of(environment: type | None) -> Any:
@@ -360,5 +379,11 @@ def make_environment(environment: type, task: Task) -> Any:
     )
     instance = environment(task) if takes_task else environment()
     if getattr(instance, "task", None) is None:
-        instance.task = task
+        try:
+            instance.task = task
+        except AttributeError as error:
+            raise DefinitionError(
+                f"environment {environment.__qualname__} has no room for its task ({error}); with __slots__ or frozen "
+                "fields, add one named task"
+            ) from error
     return instance

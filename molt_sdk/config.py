@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from msgspec import Struct
@@ -29,6 +30,9 @@ class RolloutConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for name in ("max_concurrent", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+        error_reward = self.agent_error_reward
+        if error_reward is not None and not math.isfinite(error_reward):
+            raise ConfigError(f"rollout.agent_error_reward={error_reward} must be a finite number or None")
         for name in ("timeout", "close_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_origin
 
 import anyio
 import msgspec
@@ -157,6 +158,7 @@ async def arollout(
         seed=seed,
         need_reward=False,
     )
+    check_sampling_type(sampling)
     config = with_keywords(config or RolloutConfig(), "config", max_concurrent=max_concurrent, timeout=timeout)
     return await _run(
         agent,
@@ -187,6 +189,8 @@ async def _run(
     split: str,
     run_dir: str | Path | None,
 ) -> list[TrajectoryGroup]:
+    group_size, limit = _checked(group_size, int, "group_size"), _checked(limit, int | None, "limit")
+    seed = _checked(seed, int, "seed")
     if group_size < 1:
         raise ConfigError(f"group_size={group_size} must be at least 1")
     if limit is not None and limit < 1:
@@ -262,6 +266,25 @@ evaluate = blocking(aevaluate, "evaluate")
 S = TypeVar("S", bound=Struct)
 
 
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    """A keyword as the type of its field. Raises ConfigError naming keyword and value."""
+    if get_origin(kind) is Literal:  # a name: whoever uses it knows the nearest one
+        return value
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}={value!r:.80} is not valid: {error}") from None
+
+
+def check_sampling_type(sampling: Any) -> None:
+    """Raise ConfigError unless it is None or SamplingParams."""
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise ConfigError(
+            f"sampling={sampling!r:.80} is {type(sampling).__name__}; write SamplingParams(temperature=..., ...)"
+        )
+
+
 def with_keywords(config: S, place: str, **keywords: Any) -> S:
     """``config`` with the keywords that were given (not None). Raises ConfigError where both say something else."""
     changes: dict[str, Any] = {}
@@ -269,6 +292,7 @@ def with_keywords(config: S, place: str, **keywords: Any) -> S:
     for name, value in keywords.items():
         if value is None:
             continue
+        value = _checked(value, defaults[name].type, name)
         current = getattr(config, name)
         default = defaults[name].default if defaults[name].default is not msgspec.NODEFAULT else current
         if current not in (default, value):

@@ -25,8 +25,8 @@ from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_sampling, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
-from molt_sdk.errors import ConfigError, RequestError, RunFailedError, StoreError
-from molt_sdk.evaluate import Evaluation, run_tasks, with_keywords
+from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedError, StoreError
+from molt_sdk.evaluate import Evaluation, check_sampling_type, run_tasks, with_keywords
 from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
 from molt_sdk.progress import Display, Tracker, Trackers
@@ -137,6 +137,12 @@ async def afit(
         MoltError: DefinitionError, ConfigError, ModelPathError, StoreError before anything is loaded; RunFailedError
             when every rollout fails; TrainingError from the trainer. What was recorded until then stays in the run.
     """
+    if config is not None and not isinstance(config, FitConfig):
+        raise ConfigError(f"config={config!r:.80} is {type(config).__name__}; give a FitConfig(...)")
+    check_sampling_type(sampling)
+    _check_trackers(trackers)
+    if resume and run_dir is None:
+        raise ConfigError("resume=True needs run_dir=...: which run shall go on?")
     config = _merge(
         config or FitConfig(),
         learning_rate=learning_rate,
@@ -174,7 +180,8 @@ async def afit(
     held_out = await _eval_tasks(eval_tasks, config)
     await _first_task(agent.tasks)
 
-    directory = Path(run_dir) if run_dir is not None else _default_dir(agent)
+    # absolute, because agents may change the working directory
+    directory = (Path(run_dir) if run_dir is not None else _default_dir(agent)).absolute()
     store, resumed = _open_store(directory, resume, agent, config)
     job = None
     try:
@@ -222,6 +229,8 @@ class _Job:
         self.saved_step = -1
         self.statuses: Counter[str] = Counter()
         self.failed_in_a_row = 0
+        self.groups_done = 0
+        self.latest_error = "none recorded"
         self.uncertified = 0
 
     async def run(self, engine: str | Engine) -> None:
@@ -288,6 +297,11 @@ class _Job:
         clock = time.perf_counter()
         groups = await self.buffer.take(self.config.groups_per_step, self.trainer.version)
         if not groups:
+            if self.failed_in_a_row and self.failed_in_a_row == self.groups_done:
+                raise RunFailedError(
+                    f"the task stream ended after {self.groups_done} groups, none of which had a scored trajectory; "
+                    f"the latest error was\n{self.latest_error}"
+                )
             logger.warning("the task stream ended after step {} of {}", self.step, self.config.steps)
             return False
         waited = time.perf_counter() - clock
@@ -312,6 +326,11 @@ class _Job:
         """Give the trainer's weights to the engine, whole: a cancelled run waits for it, since it reads the trainer."""
         with anyio.CancelScope(shield=True):
             await self.engine.update_weights(self.trainer.weights(), self.trainer.version)
+        if self.engine.version < self.trainer.version:  # it would sample nothing but stale groups, for ever
+            raise EngineError(
+                f"engine {type(self.engine).__name__} is at version {self.engine.version} after update_weights(..., "
+                f"{self.trainer.version}); it must set its version when the weights are in force"
+            )
 
     def _train_on(self, groups: list[TrajectoryGroup]) -> StepResult:
         """On the trainer's thread: the step counts as done when, and only when, the trainer has completed it."""
@@ -352,12 +371,14 @@ class _Job:
                 f"{self.uncertified} of {total} trajectories failed their certificate "
                 f"(max_uncertified={self.config.max_uncertified}); see the log for the problems"
             )
+        self.groups_done += 1
         self.failed_in_a_row = 0 if group.scored else self.failed_in_a_row + 1
+        errors = [f"[{t.status}] {t.error}" for t in group.trajectories if t.error]
+        self.latest_error = errors[-1] if errors else self.latest_error
         if self.failed_in_a_row >= self.config.max_failed_groups:
-            errors = [f"[{t.status}] {t.error}" for t in group.trajectories if t.error]
             raise RunFailedError(
                 f"{self.failed_in_a_row} groups in a row had no scored trajectory; the latest error was\n"
-                f"{errors[-1] if errors else 'none recorded'}"
+                f"{self.latest_error}"
             )
         return msgspec.structs.replace(group, trajectories=exact)
 
@@ -456,8 +477,21 @@ async def _first_task(tasks: TaskSource) -> None:
         await tasks.once(1)
 
 
+def _check_trackers(trackers: Any) -> None:
+    """Raise ConfigError unless it is a list of objects that have a tracker's methods."""
+    if not isinstance(trackers, Sequence) or isinstance(trackers, str):
+        raise ConfigError(f"trackers={trackers!r:.80} is {type(trackers).__name__}; give a list of trackers")
+    for tracker in trackers:
+        for name in ("start", "log", "finish"):
+            if not callable(getattr(tracker, name, None)):
+                raise ConfigError(f"tracker {tracker!r:.80} has no method {name}; a tracker has start, log and finish")
+
+
 def _default_dir(agent: Agent) -> Path:
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{agent.policy_name}"
+    """A folder that does not exist: the second run of one second gets a number."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{agent.policy_name}"
+    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+    return next(path for path in (Path("runs") / n for n in names) if not path.exists())
 
 
 def _open_store(directory: Path, resume: bool, agent: Agent, config: FitConfig) -> tuple[Store, bool]:

@@ -23,11 +23,15 @@ from molt_sdk.errors import ConfigError, EngineError, ModelClosedError, RequestE
 from molt_sdk.loop import plain_errors
 from molt_sdk.messages import copied, normalize, normalize_call
 from molt_sdk.recorder import Recorder, Scope
-from molt_sdk.tools import Tool, ToolArgumentsError, result_text, tools_from
+from molt_sdk.tools import Tool, ToolArgumentsError, error_text, result_text, tools_from
 from molt_sdk.types import FinishReason, Message, SamplingParams, ToolCall, ToolExecution, Turn
 from molt_sdk.workers import PinnedThread, WorkerPool, contained
 
 DEFAULT_MAX_TURNS = 10
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Of training: the trainer divides by it in float32, and gradients grow with its inverse."""
+LARGEST_REWARD = 1e30
+"""Sums and squares of rewards, and advantages in float32, stay finite below it."""
 
 
 class Stop(Exception):
@@ -85,8 +89,11 @@ class SamplingRules(msgspec.Struct, frozen=True):
 def check_trainable(params: SamplingParams, place: str) -> None:
     """Refuse sampling whose logprobs the trainer cannot reproduce."""
     advice = 'or set sampling_from="config" to overrule what the agent asks for'
-    if params.temperature <= 0:
-        raise RequestError(f"{place}: temperature={params.temperature} cannot be trained on; use a value > 0, {advice}")
+    if not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
+        raise RequestError(
+            f"{place}: temperature={params.temperature} cannot be trained on; use a value > 0 "
+            f"({MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}), {advice}"
+        )
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if getattr(params, name) != off:
             raise RequestError(
@@ -389,7 +396,7 @@ class Model:
             except (Reject, EngineError, ModelClosedError):
                 raise
             except (Exception, SystemExit) as raised:  # a tool that runs code may well meet an exit()
-                content, error = f"Error: {type(raised).__name__}: {raised}", traceback.format_exc()
+                content, error = f"Error: {error_text(raised)}", traceback.format_exc()
         message: Message = {"role": "tool", "content": content, "tool_call_id": call["id"], "name": name}
         return ToolExecution(
             call=call,
@@ -476,6 +483,8 @@ def to_reward(value: Any, place: str) -> float:
         raise RewardError(f"{place} gave {value!r:.80}, which is not a float: {error}") from None
     if not math.isfinite(result):
         raise RewardError(f"{place} gave {result}; a reward must be finite")
+    if abs(result) > LARGEST_REWARD:
+        raise RewardError(f"{place} gave {result}; the largest magnitude of a reward is {LARGEST_REWARD:g}")
     return result
 
 

@@ -18,11 +18,12 @@ from loguru import logger
 from molt_sdk.agent import Agent, RewardSpec, make_environment
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.base import Engine
-from molt_sdk.errors import ContextLengthError, EngineError, RewardError
+from molt_sdk.errors import ContextLengthError, DefinitionError, EngineError, RewardError
 from molt_sdk.loop import Turnstile
 from molt_sdk.model import Model, Reject, SamplingRules, Session, Stop, call_user_code, to_reward
 from molt_sdk.recorder import Recorder
 from molt_sdk.rendering.renderer import Renderer
+from molt_sdk.tools import error_text, result_text
 from molt_sdk.types import MAIN_AGENT, SamplingParams, Status, Task, Trajectory, TrajectoryGroup
 from molt_sdk.workers import WorkerPool, contained
 
@@ -164,6 +165,13 @@ class Rollouts:
         subject = session.environment if session.environment is not None else task.copy()
         try:
             outcome.output = await contained(self.agent.policy(subject, model), f"policy {self.agent.policy_name}")
+            if inspect.iscoroutine(outcome.output):
+                forgotten, outcome.output = outcome.output, None
+                forgotten.close()
+                raise DefinitionError(
+                    f"policy {self.agent.policy_name} returned the coroutine {forgotten.__qualname__}, which never "
+                    "ran; write `await` before the call"
+                )
         except USER_ERRORS as error:
             _end_with(error, outcome)
         else:
@@ -219,7 +227,7 @@ class Rollouts:
                 if limit.cancelled_caught:
                     raise TimeoutError(f"close() took longer than rollout.close_timeout={self.config.close_timeout} s")
         except USER_ERRORS as error:
-            logger.warning("environment {} failed in close(): {}", self.agent.environment_name, error)
+            logger.warning("environment {} failed in close(): {}", self.agent.environment_name, error_text(error))
             if outcome.status in ("ok", "truncated"):
                 outcome.reward = None
                 outcome.fail("env_error")
@@ -248,17 +256,17 @@ class Rollouts:
                         f"group reward {spec.name} gave {values!r:.80}; expected {len(scored)} numbers, one each"
                     )
                 numbers = [to_reward(v, f"group reward {spec.name}[{i}]") for i, v in enumerate(values)]
+                sums = [(updated[t.id].reward or 0.0) + spec.weight * n for t, n in zip(scored, numbers, strict=True)]
+                totals = [to_reward(total, f"the sum of the rewards with {spec.name}") for total in sums]
             except USER_ERRORS as raised:
                 status = "infra_error" if _blames_engine(raised) else "reward_error"
                 failed = {"status": status, "reward": None, "error": traceback.format_exc()}
                 for t in scored:
                     updated[t.id] = msgspec.structs.replace(updated[t.id], **failed)
                 break
-            for t, number in zip(scored, numbers, strict=True):
+            for t, number, total in zip(scored, numbers, totals, strict=True):
                 now = updated[t.id]
-                updated[t.id] = msgspec.structs.replace(
-                    now, reward=(now.reward or 0.0) + spec.weight * number, rewards={**now.rewards, spec.name: number}
-                )
+                updated[t.id] = msgspec.structs.replace(now, reward=total, rewards={**now.rewards, spec.name: number})
         return [updated[t.id] for t in trajectories]
 
 
@@ -287,7 +295,7 @@ def _end_with(error: BaseException, outcome: Outcome) -> None:
     elif all(isinstance(e, ContextLengthError) for e in errors):
         outcome.fail("truncated")
     elif isinstance(first, Reject) and all(isinstance(e, Reject) for e in errors):
-        outcome.fail("rejected", first.reason)
+        outcome.fail("rejected", result_text(first.reason))
     elif isinstance(first, Stop) and all(isinstance(e, Stop) for e in errors):
         outcome.output = first.result
     else:

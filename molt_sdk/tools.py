@@ -128,6 +128,11 @@ def result_text(value: Any) -> str:
     return _encodable(value if isinstance(value, str) else _json_text(value))
 
 
+def error_text(error: BaseException) -> str:
+    """``Class: message`` of any exception, also of one whose ``str`` fails or holds what no tokenizer can encode."""
+    return _encodable(f"{type(error).__name__}: {_str(error)}")
+
+
 def _collect(source: Any) -> Iterator[Tool]:
     cls = source if inspect.isclass(source) else type(source)
     if isinstance(source, Tool) or inspect.isroutine(source):
@@ -291,8 +296,15 @@ def _json_text(value: Any) -> str:
     try:
         plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
+    except Exception:  # any code of the value's class may have run
+        return _str(value)
+
+
+def _str(value: Any) -> str:
+    try:
         return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__} whose str() raises {type(error).__name__}>"
 
 
 def _plain(value: Any) -> Any:
