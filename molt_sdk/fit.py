@@ -25,7 +25,7 @@ from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_sampling, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
-from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedError, StoreError
+from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedError, StoreError, TrainingError
 from molt_sdk.evaluate import Evaluation, check_sampling_type, run_tasks, with_keywords
 from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
@@ -261,6 +261,8 @@ class _Job:
         from trainer_backend.trainer import Trainer
 
         config = self.config
+        for torn in (self.store.dir / "checkpoints").glob(".*"):  # a save that was killed
+            shutil.rmtree(torn, ignore_errors=True)
         found = open_run(self.store.dir).checkpoints if self.resumed else []
         if found:
             self.step = self.saved_step = found[-1].step
@@ -310,7 +312,9 @@ class _Job:
         staleness = self.trainer.version - min(oldest, default=self.trainer.version)
         result = await self.trainer_thread.run(self._train_on, groups)
         updating = time.perf_counter()
-        if not result.skipped:
+        if result.skipped:
+            self.display.note(f"step {self.step} changed nothing: {result.skip_reason}")
+        else:
             await self._publish()
         await self.buffer.release(len(groups))
         seconds = {
@@ -414,7 +418,13 @@ class _Job:
         if self.step == self.saved_step or self.step == 0:
             return
         path = self.store.dir / "checkpoints" / f"step-{self.step}"
-        await self._on_trainer_thread(self.trainer.save, path)
+        try:
+            await self._on_trainer_thread(self.trainer.save, path)
+        except Exception as error:  # the disk, in the words of whichever library met it
+            raise TrainingError(
+                f"the weights after step {self.step} could not be saved to {path}: {error}. Earlier checkpoints are "
+                "whole; free some space and resume"
+            ) from error
         self.saved_step = self.step
         with anyio.CancelScope(shield=True):
             await self.store.add_checkpoint(self.step, self.trainer.version, path)

@@ -37,8 +37,12 @@ class Trackers:
             self._started.append(tracker)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A tracker that fails (a service that is down) is reported and the run goes on: the store has everything."""
         for tracker in self._started:
-            tracker.log(step, metrics)
+            try:
+                tracker.log(step, metrics)
+            except Exception:
+                logger.exception("tracker {} failed in log() at step {}", type(tracker).__name__, step)
 
     def finish(self) -> None:
         while self._started:
@@ -94,6 +98,10 @@ class Display:
         else:
             self._print(f"step {step}/{self._steps}  {_evaluation_line(metrics)}")
         self._count = 0
+
+    def note(self, line: str) -> None:
+        """A line of its own, above the progress."""
+        self._print(line)
 
     def finish(self) -> None:
         self._progress.stop()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,7 @@ def test_a_resumed_run_continues_from_the_saved_weights_and_the_stream(pocket: s
         assert [g.position for g in run.groups(step)] == [g.position for g in whole.groups(step)]
         assert [t.text for g in run.groups(step) for t in g] == [t.text for g in whole.groups(step) for t in g]
     assert run.checkpoints[-1].step == 4
+    assert weights_hash(run) == weights_hash(whole)
 
 
 def test_resuming_with_other_settings_is_refused(pocket: str, tmp_path: Path) -> None:
@@ -351,3 +354,62 @@ def test_ctrl_c_ends_the_process_quickly_and_the_run_can_be_resumed(pocket: str,
         process.kill()
     assert "KeyboardInterrupt" in errors
     assert [c.version for c in molt.open_run(tmp_path / "run").checkpoints] == [2]
+
+
+def test_what_tasks_raise_is_named_and_an_endless_evaluation_is_refused(
+    pocket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Iterator[dict[str, str]]:
+        yield {"prompt": "one"}
+        raise KeyError("row two")
+
+    with pytest.raises(molt.DefinitionError, match=r"eval_tasks raised KeyError after 1 tasks.*row two"):
+        fit(pocket, tmp_path / "run", eval_tasks=broken())
+    monkeypatch.setattr("molt_sdk.agent.MOST_TASKS", 100)
+    with pytest.raises(molt.ConfigError, match="eval_tasks gave more than 100 tasks"):
+        fit(pocket, tmp_path / "run", eval_tasks=({"prompt": str(i)} for i in itertools.count()))
+    with pytest.raises(molt.ConfigError, match=r'tasks\[0\]: "prompt".*role'):
+        fit(pocket, tmp_path / "run", tasks=[molt.Task([{"content": "no role"}])])  # type: ignore[list-item]
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(pocket: str, tmp_path: Path) -> None:
+    class Down:
+        logged = 0
+
+        def start(self, run: molt.Run) -> None: ...
+
+        def log(self, step: int, metrics: Any) -> None:
+            self.logged += 1
+            raise ConnectionError("the service is down")
+
+        def finish(self) -> None:
+            raise ConnectionError("still down")
+
+    tracker = Down()
+    run = fit(pocket, tmp_path / "run", trackers=[tracker], steps=2)
+    assert sorted(run.batches) == [1, 2]
+    assert tracker.logged == 2
+
+
+def test_a_save_that_fails_names_the_path_and_earlier_checkpoints_stay(
+    pocket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up between two checkpoints."""
+    from trainer_backend.trainer import Trainer
+
+    save = Trainer.save
+
+    def full(self: Trainer, directory: Any) -> None:
+        if "step-2" in str(directory):
+            raise OSError(28, "No space left on device")
+        save(self, directory)
+
+    monkeypatch.setattr(Trainer, "save", full)
+    with pytest.raises(molt.TrainingError, match=r"after step 2 could not be saved to .*step-2.*No space left"):
+        fit(pocket, tmp_path / "run", config=molt.FitConfig(checkpoint_every=1))
+    assert [c.step for c in molt.open_run(tmp_path / "run").checkpoints] == [1]
+    monkeypatch.undo()
+    (tmp_path / "run" / "checkpoints" / ".step-2.new-killed").mkdir()
+    config = molt.FitConfig(checkpoint_every=1)
+    assert sorted(fit(pocket, tmp_path / "run", config=config, resume=True).batches) == [1, 2, 3]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
