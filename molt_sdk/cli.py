@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -56,6 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point; exits with 2 for what the user can correct, 1 for a run that failed."""
     arguments = sys.argv[1:] if argv is None else argv
     commands = {"fit": _fit, "eval": _eval, "rollout": _rollout, "show": _show}
+    if arguments[:1] == ["--version"]:
+        print(f"molt-sdk {version('molt-sdk')}")
+        return
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         raise SystemExit(0 if arguments else 2)
@@ -65,6 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(2)
     try:
         command(arguments[1:])
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # what was kept, and how to go on, is said already
     except MoltError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunFailedError | TrainingError | EngineError) else 2) from None
@@ -74,14 +80,14 @@ def _fit(argv: list[str]) -> None:
     defaults, argv = _config_file(argv, FitConfig)
 
     def command(
-        agent: Positional[str],
+        agent: Positional[Annotated[str, arg(metavar="AGENT")]],
         config: Annotated[FitConfig, arg(name="")] = defaults,
         run_dir: Path | None = None,
         resume: bool = False,
         policy: str | None = None,
         eval_limit: int = 0,
     ) -> None:
-        """Train an agent.
+        """Train an agent. --config FILE.toml sets any of these flags from a file.
 
         Args:
             agent: Agent file, or the name of a shipped agent.
@@ -93,7 +99,7 @@ def _fit(argv: list[str]) -> None:
         first, environment = load_agent(agent, policy)
         held_out = _held_out(environment or first, eval_limit, config.seed)
         run = fit(first, environment, config=config, run_dir=run_dir, resume=resume, eval_tasks=held_out)
-        show_run(run, Console())
+        show_run(run, Console(), run.trajectories(limit=10))
 
     _call(command, argv, "molt-sdk fit")
 
@@ -110,13 +116,13 @@ def _run_tasks(argv: list[str], name: str, default_split: str) -> None:
     defaults, argv = _config_file(argv, RolloutCommandConfig)
 
     def command(
-        agent: Positional[str],
+        agent: Positional[Annotated[str, arg(metavar="AGENT")]],
         config: Annotated[RolloutCommandConfig, arg(name="")] = defaults,
         run_dir: Path | None = None,
         policy: str | None = None,
         split: str = default_split,
     ) -> None:
-        """Run an agent without training it.
+        """Run an agent without training it. --config FILE.toml sets any of these flags from a file.
 
         Args:
             agent: Agent file, or the name of a shipped agent.
@@ -144,19 +150,29 @@ def _run_tasks(argv: list[str], name: str, default_split: str) -> None:
 
 
 def _show(argv: list[str]) -> None:
-    def command(run: Positional[Path], trajectory: Positional[str] = "", limit: int = 10) -> None:
+    def command(
+        run: Positional[Annotated[Path, arg(metavar="RUN")]],
+        trajectory: Positional[Annotated[str, arg(metavar="ID")]] = "",
+        limit: int = 10,
+        status: str | None = None,
+        step: int | None = None,
+        split: str | None = None,
+    ) -> None:
         """Print a run, or one trajectory of it.
 
         Args:
             run: Run directory.
             trajectory: Id of a trajectory; its first characters are enough.
             limit: Trajectories to list.
+            status: List only trajectories that ended so, such as agent_error.
+            step: List only those of the batch of this step.
+            split: List only those of this split, such as eval.
         """
         found = open_run(run)
         if trajectory:
             show_trajectory(found.trajectory(trajectory), Console())
         else:
-            show_run(found, Console(), limit=limit)
+            show_run(found, Console(), found.trajectories(status=status, step=step, split=split, limit=limit))
 
     _call(command, argv, "molt-sdk show")
 
@@ -192,18 +208,20 @@ def read_config(path: Path, kind: type[C]) -> C:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         key = str(error).split("`")[1] if "unknown field" in str(error) else ""
-        near = difflib.get_close_matches(key, _field_names(kind), 1) if key else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        paths = {path.rpartition(".")[2]: path for path in reversed(_field_paths(kind))}
+        near = difflib.get_close_matches(key, paths, 1) if key else []
+        hint = f"; did you mean {paths[near[0]]!r}?" if near else ""
         raise ConfigError(f"--config {path}: {error}{hint}") from None
 
 
-def _field_names(kind: type[Struct]) -> list[str]:
-    names: list[str] = []
+def _field_paths(kind: type[Struct], prefix: str = "") -> list[str]:
+    """Dotted names of all fields."""
+    paths: list[str] = []
     for field in msgspec.structs.fields(kind):
-        names.append(field.name)
+        paths.append(prefix + field.name)
         if isinstance(field.type, type) and issubclass(field.type, Struct):
-            names += _field_names(field.type)
-    return names
+            paths += _field_paths(field.type, f"{prefix}{field.name}.")
+    return paths
 
 
 def _held_out(environment: Any, limit: int, seed: int) -> Any:

@@ -31,6 +31,10 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
     groups: list[TrajectoryGroup]
 
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value:.4g}" for name, value in self.summary().items())
+        return f"Evaluation({numbers})"
+
     @property
     def trajectories(self) -> list[Trajectory]:
         return [t for group in self.groups for t in group.trajectories]
@@ -60,6 +64,11 @@ class Evaluation(Struct, frozen=True, kw_only=True):
         return sum(t.status == "truncated" for t in self.trajectories)
 
     @property
+    def tool_errors(self) -> int:
+        """Tool calls that ended in an error, which the model was shown."""
+        return sum(execution.error is not None for t in self.trajectories for execution in t.tool_executions)
+
+    @property
     def tokens(self) -> int:
         """Sampled tokens."""
         return sampled_tokens(self.trajectories)
@@ -70,7 +79,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
         if self.reward is not None:
             flat["reward"] = self.reward
         flat |= {f"reward/{name}": value for name, value in self.rewards.items()}
-        return flat | {"truncated": self.truncated, "tokens": self.tokens}
+        return flat | {"truncated": self.truncated, "tool_errors": self.tool_errors, "tokens": self.tokens}
 
 
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:

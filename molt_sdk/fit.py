@@ -5,6 +5,7 @@ Agents run as tasks of one event loop; the trainer has a thread of its own; the 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import time
@@ -29,7 +30,7 @@ from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedErr
 from molt_sdk.evaluate import Evaluation, check_sampling_type, run_tasks, with_keywords
 from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
-from molt_sdk.progress import Display, Tracker, Trackers
+from molt_sdk.progress import Display, Tracker, Trackers, visible
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rollout import Rollouts
 from molt_sdk.run import Run, open_run
@@ -40,6 +41,8 @@ from trainer_backend.config import TrainerConfig
 
 if TYPE_CHECKING:
     from trainer_backend.trainer import StepResult, Trainer
+
+MOST_FAILURES_SHOWN = 20
 
 EXTENDABLE = ("steps", "eval_every", "eval_group_size", "checkpoint_every")
 """What may change when a run is resumed."""
@@ -168,6 +171,11 @@ async def afit(
         seed=config.seed,
         need_reward=True,
     )
+    if config.group_size < 2:
+        raise ConfigError(
+            f"group_size={config.group_size}: rewards are compared within a group, so a single trajectory can teach "
+            "nothing; use at least 2"
+        )
     if config.steps < 1:
         raise ConfigError("steps is missing: give the number of optimizer steps as steps=...")
     try:
@@ -227,6 +235,10 @@ class _Job:
         self.cancelled = False
         self.step = 0
         self.saved_step = -1
+        self.skipped = 0
+        self.measured: dict[str, float] = {}
+        self.unreported: tuple[list[TrajectoryGroup], StepResult] | None = None
+        self.seen_failures: set[tuple[str, str]] = set()
         self.statuses: Counter[str] = Counter()
         self.failed_in_a_row = 0
         self.groups_done = 0
@@ -245,7 +257,15 @@ class _Job:
             cleanup.push_async_callback(self._on_trainer_thread, self.trainer.close)
             cleanup.push_async_callback(self._save)
             cleanup.push_async_callback(self._abandon_step)
-            await self._train(push=not isinstance(engine, str))
+            try:
+                await self._train(push=not isinstance(engine, str))
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                await self._abandon_step()
+                self.display.note(
+                    f"interrupted after step {self.step}; its weights are kept in {self.store.dir}; "
+                    "go on with resume=True (--resume)"
+                )
+                raise
 
     async def _on_trainer_thread(self, fn: Callable[..., object], *args: Any) -> None:
         """Run to the end even if the run is cancelled meanwhile."""
@@ -256,6 +276,7 @@ class _Job:
         """End the step that is under way, if any: between micro-batches, or when its optimizer step is complete."""
         self.cancelled = True
         await self._on_trainer_thread(int)
+        await self._report()
 
     def _load_trainer(self) -> Trainer:
         from trainer_backend.trainer import Trainer
@@ -290,6 +311,10 @@ class _Job:
                     await self._evaluate()
             group.cancel_scope.cancel()
         await self._save()
+        if self.step == first:
+            self.display.note(f"already at step {first} of {self.config.steps}; nothing was trained")
+        elif self.skipped == self.step - first:
+            logger.warning("no step changed the weights; see the reasons above")
         evaluated = self.config.eval_every and self.step % self.config.eval_every == 0
         if self.step > first and not evaluated:
             await self._evaluate()
@@ -310,21 +335,28 @@ class _Job:
         await self.store.commit_batch(self.step + 1, [t.id for group in groups for t in group.trajectories if t.scored])
         oldest = [t.oldest_version for group in groups for t in group.scored if t.oldest_version is not None]
         staleness = self.trainer.version - min(oldest, default=self.trainer.version)
+        self.measured = {"staleness": float(staleness), "seconds/wait": waited}
         result = await self.trainer_thread.run(self._train_on, groups)
         updating = time.perf_counter()
-        if result.skipped:
-            self.display.note(f"step {self.step} changed nothing: {result.skip_reason}")
-        else:
+        if not result.skipped:
             await self._publish()
+        self.measured["seconds/update"] = time.perf_counter() - updating
+        self.measured["seconds"] = time.perf_counter() - clock
+        await self._report()
         await self.buffer.release(len(groups))
-        seconds = {
-            "seconds": time.perf_counter() - clock,
-            "seconds/wait": waited,
-            "seconds/train": result.seconds,
-            "seconds/update": time.perf_counter() - updating,
-        }
-        await self._log(step_metrics(groups, result) | seconds | {"staleness": staleness} | self._counts())
         return True
+
+    async def _report(self) -> None:
+        """Write the numbers of a completed step, once; also of one that was completed while the run was cancelled."""
+        done, self.unreported = self.unreported, None
+        if done is None:
+            return
+        groups, result = done
+        if result.skipped:
+            self.skipped += 1
+            self.display.note(f"step {self.step} changed nothing: {result.skip_reason}")
+        with anyio.CancelScope(shield=True):
+            await self._log(step_metrics(groups, result) | self.measured | self._counts())
 
     async def _publish(self) -> None:
         """Give the trainer's weights to the engine, whole: a cancelled run waits for it, since it reads the trainer."""
@@ -340,6 +372,7 @@ class _Job:
         """On the trainer's thread: the step counts as done when, and only when, the trainer has completed it."""
         result = self.trainer.step(groups, cancelled=lambda: self.cancelled)
         self.step += 1
+        self.unreported = groups, result
         return result
 
     async def _produce(self) -> None:
@@ -364,6 +397,7 @@ class _Job:
     def _certified(self, group: TrajectoryGroup, problems: dict[str, str]) -> TrajectoryGroup:
         """The group without what cannot be proven exact; stops the run when nothing works or too much is inexact."""
         self.statuses.update(t.status for t in group.trajectories)
+        self._note_failures(group)
         exact = tuple(t for t in group.trajectories if t.id not in problems)
         for identity, problem in problems.items():
             self.uncertified += 1
@@ -386,6 +420,17 @@ class _Job:
             )
         return msgspec.structs.replace(group, trajectories=exact)
 
+    def _note_failures(self, group: TrajectoryGroup) -> None:
+        """Show the first failure of each kind, with where to read more."""
+        for t in group.trajectories:
+            if t.status in ("ok", "truncated"):
+                continue
+            last = (t.error or "").strip().rpartition("\n")[2]
+            if (t.status, last) not in self.seen_failures and len(self.seen_failures) < MOST_FAILURES_SHOWN:
+                self.seen_failures.add((t.status, last))
+                shown = f"molt-sdk show {self.store.dir} {t.id[:8]}"
+                self.display.note(f"first {t.status}: {visible(last, 200)}  ({shown})")
+
     async def _evaluate(self) -> None:
         if not self.held_out:
             return
@@ -394,6 +439,7 @@ class _Job:
 
         async def keep(group: TrajectoryGroup) -> None:
             await self.store.add_group(group, step=self.step)
+            self._note_failures(group)
 
         groups = await run_tasks(rollouts, self.held_out, self.config.eval_group_size, keep)
         summary = Evaluation(groups=groups).summary() | {"seconds": time.perf_counter() - clock}
@@ -504,18 +550,25 @@ def _default_dir(agent: Agent) -> Path:
     return next(path for path in (Path("runs") / n for n in names) if not path.exists())
 
 
+def _changes(name: str, before: Any, now: Any) -> list[str]:
+    """What differs between two settings, by dotted name."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [c for key in now for c in _changes(f"{name}.{key}", before.get(key), now[key])]
+    return [] if before == now else [f"{name} was {before!r} and is {now!r}"]
+
+
 def _open_store(directory: Path, resume: bool, agent: Agent, config: FitConfig) -> tuple[Store, bool]:
     settings = msgspec.to_builtins(config)
     if resume and Store.is_run(directory):
         before = open_run(directory).config
-        changed = sorted(
-            name
-            for name in settings
-            if name not in EXTENDABLE and before.get(name) != json.loads(json.dumps(settings[name]))
-        )
+        now = json.loads(json.dumps(settings))
+        changed = [
+            line for name in now if name not in EXTENDABLE for line in _changes(name, before.get(name), now[name])
+        ]
         if changed:
-            shown = "; ".join(f"{name} was {before.get(name)!r} and is {settings[name]!r}" for name in changed)
-            raise ConfigError(f"{directory} cannot be resumed with other settings: {shown}. Use another run_dir")
+            raise ConfigError(
+                f"{directory} cannot be resumed with other settings: {'; '.join(changed)}. Use another run_dir"
+            )
         return Store.resume(directory, config=settings), True
     if Store.is_run(directory):
         raise StoreError(f"{directory} holds another run; give resume=True to go on with it, or another run_dir")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 import inspect
 from collections import deque
@@ -10,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from molt_sdk.errors import MoltError
+from molt_sdk.errors import ConfigError, MoltError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +35,12 @@ def blocking(twin: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if in_event_loop():
             raise MoltError(f"{name}() was called inside a running event loop; use `await {twin.__name__}(...)` there")
+        try:
+            inspect.signature(twin).bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((k for k in kwargs if k not in inspect.signature(twin).parameters), "")
+            near = difflib.get_close_matches(unknown, inspect.signature(twin).parameters, 1)
+            raise ConfigError(f"{name}(): {error}" + (f"; did you mean {near[0]}=?" if near else "")) from None
         return asyncio.run(twin(*args, **kwargs))
 
     run.__name__ = run.__qualname__ = name

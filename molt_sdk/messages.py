@@ -32,6 +32,8 @@ def _normalize_one(message: Any, place: str) -> Message:
         raise RequestError(f"{place} is {message!r}; a message is a dict with a role and a content")
     if message["role"] not in ROLES:
         raise RequestError(f"{place} has role {message['role']!r}; use one of {', '.join(ROLES)}")
+    if "content" not in message and message["role"] != "assistant":  # an assistant may only call tools
+        raise RequestError(f"{place} has no content (keys: {', '.join(map(str, message))})")
     clean: Message = {"role": message["role"], "content": _content_text(message.get("content"), place)}
     if calls := message.get("tool_calls"):
         if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):

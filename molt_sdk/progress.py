@@ -85,7 +85,7 @@ class Display:
         reward = "-" if trajectory.reward is None else f"{trajectory.reward:.2f}"
         from rich.markup import escape
 
-        shown = escape(visible(trajectory.text, 40))
+        shown = escape(visible(trajectory.text, max(8, min(40, self._console.width - 84))))
         self._progress.update(
             self._bar,
             description=f"{self._count} {trajectory.split} trajectories; latest {trajectory.status} {reward} {shown}",
@@ -124,11 +124,14 @@ def _training_line(metrics: Mapping[str, float]) -> str:
     if seconds:
         parts.append(f"{metrics.get('tokens', 0) / seconds:.0f} tok/s")
     parts.append(
-        f"{seconds:.1f}s (sample {metrics.get('seconds/wait', 0):.1f} train {metrics.get('seconds/train', 0):.1f})"
+        f"{seconds:.1f}s (sample {metrics.get('seconds/wait', 0):.1f} "
+        f"train {metrics.get('seconds/train', 0):.1f} update {metrics.get('seconds/update', 0):.1f})"
     )
     parts.append(f"staleness {metrics.get('staleness', 0):.0f} queue {metrics.get('queue', 0):.0f}")
     if metrics.get("failures"):
         parts.append(f"failures {metrics['failures']:.0f}")
+    if metrics.get("tool_errors"):
+        parts.append(f"tool errors {metrics['tool_errors']:.0f}")
     if metrics.get("skipped"):
         parts.append("SKIPPED")
     return "  ".join(parts)

@@ -189,6 +189,11 @@ class Rollouts:
                     raise RewardError(f"policy {name} both returned {returned!r:.80} and called model.reward; use one")
                 if asked is not None or returned is not None:
                     outcome.reward = asked if returned is None else to_reward(returned, f"policy {name}")
+                elif self.training and outcome.error is None and session.recorder.agent_rewards:
+                    raise RewardError(
+                        f"policy {name}: agents {', '.join(session.recorder.agent_rewards)} have rewards, but the "
+                        "trajectory has none; return a number too, or call model.reward(...)"
+                    )
                 elif self.training and outcome.error is None:
                     to_reward(None, f"policy {name}")
                 return

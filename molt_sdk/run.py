@@ -217,8 +217,12 @@ class Run:
         and ``metrics`` by name (by default the named parts of both rewards, and ``success``).
 
         Raises:
-            StoreError: there is nothing to draw yet.
+            StoreError: there is nothing to draw yet, or no step has a metric of that name.
         """
+        known = {name for row in self.metrics for name in row}
+        for name in metrics or ():
+            if name not in known:
+                raise StoreError(f"{self.dir} has no metric {name!r}{_nearest(name, known)}")
         from molt_sdk.plotting import draw
 
         return draw(self.curves(metrics), Path(path), title=self.dir.name)

@@ -16,8 +16,8 @@ from molt_sdk.types import Message, Trajectory, Turn
 COLUMNS = ("step", "reward", "loss", "grad_norm", "tokens", "seconds", "staleness", "failures", "eval/reward")
 
 
-def show_run(run: Run, console: Console, *, limit: int = 10) -> None:
-    """Steps with their main numbers, trajectories by status, the first ``limit`` trajectories."""
+def show_run(run: Run, console: Console, trajectories: Iterable[Trajectory]) -> None:
+    """Steps with their main numbers, how many trajectories ended how, and a list of ``trajectories``."""
     console.print(f"run {run.dir}", markup=False)
     table = Table(*COLUMNS, box=None)
     for row in run.metrics:
@@ -26,7 +26,7 @@ def show_run(run: Run, console: Console, *, limit: int = 10) -> None:
     console.print("trajectories: " + (", ".join(f"{n} {s}" for s, n in run.status.items()) or "none"), markup=False)
     for checkpoint in run.checkpoints:
         console.print(f"checkpoint: step {checkpoint.step}, {checkpoint.path}", markup=False)
-    console.print(_trajectory_table(run.trajectories(limit=limit)))
+    console.print(_trajectory_table(trajectories))
 
 
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:

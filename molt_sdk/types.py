@@ -173,6 +173,13 @@ class Turn(Struct, frozen=True, kw_only=True):
     parent_turn: Turn | None = None
     """The record of ``parent``; never stored twice."""
 
+    def __repr__(self) -> str:
+        start = f"parent={self.parent}" if self.parent is not None else f"fork_reason={self.fork_reason!r}"
+        tokens = f"{len(self.completion_i32) // 4} tokens"
+        return (
+            f"Turn(id={self.id}, agent={self.agent!r}, {start}, {tokens}, {self.finish_reason}, {self.message!r:.80})"
+        )
+
     @property
     def prompt_token_ids(self) -> list[int]:
         """Every id the engine was given, shape [prompt]."""
@@ -241,6 +248,10 @@ class Sample(Struct, frozen=True, kw_only=True):
     turn_spans: tuple[Span, ...]
     temperatures_f32: bytes
 
+    def __repr__(self) -> str:
+        turns = [turn for turn, _, _ in self.turn_spans if turn >= 0]
+        return f"Sample({len(self)} tokens, {sum(self.loss_mask_u8)} trained, turns {turns})"
+
     @property
     def token_ids(self) -> list[int]:
         return unpack_ints(self.token_ids_i32)
@@ -300,6 +311,12 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     started: float = 0.0
     """Unix time in seconds."""
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory(id={self.id[:8]!r}, task={self.task.id!r}, status={self.status!r}, reward={self.reward}, "
+            f"{len(self.turns)} turns, text={self.text!r:.60})"
+        )
 
     @property
     def text(self) -> str:
@@ -377,6 +394,9 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     position: int
     epoch: int
     trajectories: tuple[Trajectory, ...]
+
+    def __repr__(self) -> str:
+        return f"TrajectoryGroup(position={self.position}, task={self.task.id!r}, rewards={self.rewards})"
 
     @property
     def rewards(self) -> list[float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
@@ -36,7 +37,9 @@ def inline_mesh(device: torch.device) -> DeviceMesh:
             # A backend per device type: whichever device comes first, a later trainer can use the other.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
+            hook = sys.excepthook
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            sys.excepthook = hook  # torch's own would prefix every later traceback of the program with [rank0]
         if dist.get_world_size() != 1:
             raise TrainingError(
                 f"this process belongs to a torch.distributed group of {dist.get_world_size()} ranks; the inline "

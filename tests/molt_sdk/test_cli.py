@@ -90,7 +90,7 @@ def test_a_config_file_sets_the_flags_and_unknown_keys_name_the_nearest(tmp_path
     config = read_config(file, FitConfig)
     assert (config.steps, config.trainer.learning_rate, config.sampling.max_tokens) == (3, 1e-4, 9)
     file.write_text("[trainer]\nlerning_rate = 1e-4\n")
-    with pytest.raises(molt.ConfigError, match=r"lerning_rate.*\$.trainer.*did you mean 'learning_rate'"):
+    with pytest.raises(molt.ConfigError, match=r"lerning_rate.*\$.trainer.*did you mean 'trainer.learning_rate'"):
         read_config(file, FitConfig)
     file.write_text("steps = 'three'\n")
     with pytest.raises(molt.ConfigError, match=r"\$.steps"):

@@ -89,6 +89,7 @@ LONE = "abc\ud83d"
         (["hi"], ["message 0", "'hi'", "role"]),
         ([{"content": "x"}], ["message 0", "role"]),
         ([{"role": "user", "content": "x"}, {"role": "bot", "content": "x"}], ["message 1", "'bot'", "assistant"]),
+        ([{"role": "user", "text": "hi"}], ["message 0", "no content", "role, text"]),
         ([{"role": "user", "content": 3}], ["message 0", "int"]),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], ["message 0", "'image_url'"]),
         ([{"role": "user", "content": ["x"]}], ["message 0", "'x'"]),
