@@ -24,7 +24,8 @@ from molt_sdk.errors import (
     UnsupportedSamplingError,
 )
 from molt_sdk.evaluate import Evaluation, aevaluate, arollout, evaluate, rollout
-from molt_sdk.fit import FitConfig, afit, fit
+from molt_sdk.fit import afit, fit
+from molt_sdk.fit_config import FitConfig
 from molt_sdk.model import Model, Reject, Reply, Stop
 from molt_sdk.run import Run, open_run
 from molt_sdk.types import (

@@ -14,15 +14,16 @@ from msgspec import Struct
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from molt_sdk.agent import TaskSource
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError, EngineError, MoltError, RunFailedError, TrainingError
 from molt_sdk.evaluate import Evaluation, rollout
-from molt_sdk.fit import FitConfig, fit
+from molt_sdk.fit import fit
+from molt_sdk.fit_config import FitConfig
 from molt_sdk.load import load_agent
 from molt_sdk.run import open_run
 from molt_sdk.show import show_evaluation, show_run, show_trajectory
+from molt_sdk.tasks import TaskSource
 from molt_sdk.types import SamplingParams
 
 C = TypeVar("C", bound=Struct)

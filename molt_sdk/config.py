@@ -1,13 +1,16 @@
-"""Settings of a rollout. Each field is a flag of ``molt-sdk`` and a key of ``run.toml``."""
+"""Settings of a rollout, and how keywords set settings. Each field is a flag of ``molt-sdk`` and a key of a file."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+import os
+from typing import Any, Literal, TypeVar, get_origin
 
+import msgspec
 from msgspec import Struct
 
 from molt_sdk.errors import ConfigError
+from molt_sdk.types import SamplingParams
 
 
 class RolloutConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,3 +40,44 @@ class RolloutConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"rollout.{name}={value} must be a positive number of seconds")
+
+
+S = TypeVar("S", bound=Struct)
+
+
+def checked(value: Any, kind: Any, name: str) -> Any:
+    """A keyword as the type of its field. Raises ConfigError naming keyword and value."""
+    if get_origin(kind) is Literal:  # a name: whoever uses it knows the nearest one
+        return value
+    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}={value!r:.80} is not valid: {error}") from None
+
+
+def check_sampling_type(sampling: Any) -> None:
+    """Raise ConfigError unless it is None or SamplingParams."""
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise ConfigError(
+            f"sampling={sampling!r:.80} is {type(sampling).__name__}; write SamplingParams(temperature=..., ...)"
+        )
+
+
+def with_keywords(config: S, place: str, **keywords: Any) -> S:
+    """``config`` with the keywords that were given (not None). Raises ConfigError where both say something else."""
+    changes: dict[str, Any] = {}
+    defaults = {f.name: f for f in msgspec.structs.fields(config)}
+    for name, value in keywords.items():
+        if value is None:
+            continue
+        value = checked(value, defaults[name].type, name)
+        current = getattr(config, name)
+        default = defaults[name].default if defaults[name].default is not msgspec.NODEFAULT else current
+        if current not in (default, value):
+            raise ConfigError(f"{name}={value!r} contradicts {place}.{name}={current!r}; set it in one place")
+        changes[name] = value
+    try:
+        return msgspec.structs.replace(config, **changes) if changes else config
+    except TypeError as error:
+        raise ConfigError(f"{place}: {error}") from None

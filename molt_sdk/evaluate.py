@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin
+from typing import Any
 
 import anyio
 import msgspec
 from msgspec import Struct
 
 from molt_sdk.agent import Agent, resolve_agent
-from molt_sdk.config import RolloutConfig
+from molt_sdk.config import RolloutConfig, check_sampling_type, checked, with_keywords
 from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_sampling, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
@@ -198,8 +197,8 @@ async def _run(
     split: str,
     run_dir: str | Path | None,
 ) -> list[TrajectoryGroup]:
-    group_size, limit = _checked(group_size, int, "group_size"), _checked(limit, int | None, "limit")
-    seed = _checked(seed, int, "seed")
+    group_size, limit = checked(group_size, int, "group_size"), checked(limit, int | None, "limit")
+    seed = checked(seed, int, "seed")
     if group_size < 1:
         raise ConfigError(f"group_size={group_size} must be at least 1")
     if limit is not None and limit < 1:
@@ -270,44 +269,3 @@ async def aevaluate(
 
 rollout = blocking(arollout, "rollout")
 evaluate = blocking(aevaluate, "evaluate")
-
-
-S = TypeVar("S", bound=Struct)
-
-
-def _checked(value: Any, kind: Any, name: str) -> Any:
-    """A keyword as the type of its field. Raises ConfigError naming keyword and value."""
-    if get_origin(kind) is Literal:  # a name: whoever uses it knows the nearest one
-        return value
-    plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-    try:
-        return msgspec.convert(plain, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{name}={value!r:.80} is not valid: {error}") from None
-
-
-def check_sampling_type(sampling: Any) -> None:
-    """Raise ConfigError unless it is None or SamplingParams."""
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise ConfigError(
-            f"sampling={sampling!r:.80} is {type(sampling).__name__}; write SamplingParams(temperature=..., ...)"
-        )
-
-
-def with_keywords(config: S, place: str, **keywords: Any) -> S:
-    """``config`` with the keywords that were given (not None). Raises ConfigError where both say something else."""
-    changes: dict[str, Any] = {}
-    defaults = {f.name: f for f in msgspec.structs.fields(config)}
-    for name, value in keywords.items():
-        if value is None:
-            continue
-        value = _checked(value, defaults[name].type, name)
-        current = getattr(config, name)
-        default = defaults[name].default if defaults[name].default is not msgspec.NODEFAULT else current
-        if current not in (default, value):
-            raise ConfigError(f"{name}={value!r} contradicts {place}.{name}={current!r}; set it in one place")
-        changes[name] = value
-    try:
-        return msgspec.structs.replace(config, **changes) if changes else config
-    except TypeError as error:
-        raise ConfigError(f"{place}: {error}") from None

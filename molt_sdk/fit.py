@@ -6,28 +6,26 @@ Agents run as tasks of one event loop; the trainer has a thread of its own; the 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 from loguru import logger
-from msgspec import Struct
 
-from molt_sdk.agent import Agent, TaskSource, resolve_agent
+from molt_sdk.agent import Agent, resolve_agent
 from molt_sdk.buffer import Buffer
-from molt_sdk.config import RolloutConfig
+from molt_sdk.config import check_sampling_type
 from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_sampling, running_engine
-from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedError, StoreError, TrainingError
-from molt_sdk.evaluate import Evaluation, check_sampling_type, run_tasks, with_keywords
+from molt_sdk.evaluate import Evaluation, run_tasks
+from molt_sdk.fit_config import FitConfig, changed_settings, merge_keywords
 from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
 from molt_sdk.progress import Display, Tracker, Trackers, visible
@@ -35,62 +33,14 @@ from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rollout import Rollouts
 from molt_sdk.run import Run, open_run
 from molt_sdk.store import Store
+from molt_sdk.tasks import TaskSource
 from molt_sdk.types import SamplingParams, Task, TrajectoryGroup
 from molt_sdk.workers import Worker, WorkerPool
-from trainer_backend.config import TrainerConfig
 
 if TYPE_CHECKING:
     from trainer_backend.trainer import StepResult, Trainer
 
 MOST_FAILURES_SHOWN = 20
-
-EXTENDABLE = ("steps", "eval_every", "eval_group_size", "checkpoint_every")
-"""What may change when a run is resumed."""
-
-
-class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that ``fit`` can be told, as data: each field is a flag of ``molt-sdk fit``, a key of ``run.toml``."""
-
-    model: str = ""
-    """Model directory in Hugging Face format."""
-    steps: int = 0
-    """Training steps in total, those of a resumed run and those that were skipped for want of a signal included."""
-    group_size: int = 8
-    """Trajectories per task; their rewards are compared with each other."""
-    groups_per_step: int = 8
-    """Groups in one optimizer step."""
-    max_staleness: int = 1
-    """Most optimizer steps between the weights that sampled a token and those that train on it; 0 waits for every
-    update before it samples again."""
-    seed: int = 0
-    """Of the task order and of sampling."""
-    engine: Literal["auto", "torch"] = "auto"
-    """Where the model samples; ``auto`` is ``torch``, in this process."""
-    eval_every: int | None = None
-    """Steps between evaluations of the held-out tasks; None: only before the first and after the last step."""
-    eval_group_size: int = 1
-    """Trajectories per held-out task."""
-    checkpoint_every: int = 10
-    """Steps between checkpoints; the last step is always saved, and the two newest are kept."""
-    max_failed_groups: int = 16
-    """Groups in a row without a single scored trajectory that end the run."""
-    max_uncertified: float = 0.05
-    """Share of the trajectories (of at least 100) that may fail their certificate before the run ends; those that
-    fail it are never trained."""
-    sampling: SamplingParams = SamplingParams()
-    rollout: RolloutConfig = RolloutConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    torch_engine: TorchEngineConfig = TorchEngineConfig()
-
-    def __post_init__(self) -> None:
-        at_least = {"steps": 0, "group_size": 1, "groups_per_step": 1, "max_staleness": 0, "eval_group_size": 1}
-        for name, least in {**at_least, "checkpoint_every": 1, "max_failed_groups": 1}.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.eval_every is not None and self.eval_every < 1:
-            raise ConfigError(f"eval_every={self.eval_every} must be at least 1")
-        if not 0 <= self.max_uncertified <= 1:
-            raise ConfigError(f"max_uncertified={self.max_uncertified} must be between 0 and 1")
 
 
 async def afit(
@@ -146,7 +96,7 @@ async def afit(
     _check_trackers(trackers)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir=...: which run shall go on?")
-    config = _merge(
+    config = merge_keywords(
         config or FitConfig(),
         learning_rate=learning_rate,
         rollout={"timeout": timeout, "max_concurrent": max_concurrent},
@@ -512,15 +462,6 @@ def _uncertified(group: TrajectoryGroup) -> dict[str, str]:
     return {identity: "; ".join(c.problems) for identity, c in certificates.items() if not c.ok}
 
 
-def _merge(config: FitConfig, *, learning_rate: float | None, rollout: dict[str, Any], **keywords: Any) -> FitConfig:
-    merged = with_keywords(config, "config", **keywords)
-    return msgspec.structs.replace(
-        merged,
-        trainer=with_keywords(merged.trainer, "config.trainer", learning_rate=learning_rate),
-        rollout=with_keywords(merged.rollout, "config.rollout", **rollout),
-    )
-
-
 async def _eval_tasks(tasks: Any, config: FitConfig) -> list[Task]:
     if tasks is None:
         return []
@@ -550,21 +491,11 @@ def _default_dir(agent: Agent) -> Path:
     return next(path for path in (Path("runs") / n for n in names) if not path.exists())
 
 
-def _changes(name: str, before: Any, now: Any) -> list[str]:
-    """What differs between two settings, by dotted name."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return [c for key in now for c in _changes(f"{name}.{key}", before.get(key), now[key])]
-    return [] if before == now else [f"{name} was {before!r} and is {now!r}"]
-
-
 def _open_store(directory: Path, resume: bool, agent: Agent, config: FitConfig) -> tuple[Store, bool]:
     settings = msgspec.to_builtins(config)
     if resume and Store.is_run(directory):
         before = open_run(directory).config
-        now = json.loads(json.dumps(settings))
-        changed = [
-            line for name in now if name not in EXTENDABLE for line in _changes(name, before.get(name), now[name])
-        ]
+        changed = changed_settings(before, settings)
         if changed:
             raise ConfigError(
                 f"{directory} cannot be resumed with other settings: {'; '.join(changed)}. Use another run_dir"

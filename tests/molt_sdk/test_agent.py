@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import molt_sdk as molt
-from molt_sdk.agent import TaskSource, resolve_agent
+from molt_sdk.agent import resolve_agent
+from molt_sdk.tasks import TaskSource
 from molt_sdk.testing import ScriptedEngine
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ import pytest
 
 import molt_sdk as molt
 from molt_sdk.cli import main, read_config
-from molt_sdk.fit import FitConfig
+from molt_sdk.fit_config import FitConfig
 from molt_sdk.load import load_agent
 from molt_sdk.testing import ScriptedEngine
 

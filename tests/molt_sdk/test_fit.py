@@ -229,6 +229,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], type[molt.MoltError], str]] = {
     "top_p": ({"sampling": molt.SamplingParams(top_p=0.9)}, molt.ConfigError, "top_p=0.9"),
     "steps": ({"steps": None}, molt.ConfigError, "steps"),
     "group_size": ({"group_size": 0}, molt.ConfigError, "group_size=0"),
+    "one sibling": ({"group_size": 1}, molt.ConfigError, "group_size=1: rewards are compared"),
     "engine name": ({"engine": "torhc"}, molt.ConfigError, "did you mean 'torch'"),
     "contradiction": ({"config": molt.FitConfig(group_size=3)}, molt.ConfigError, "group_size=4 contradicts"),
     "two environments": ({"policy_or_env": int}, molt.DefinitionError, "not an environment"),
@@ -365,7 +366,7 @@ def test_what_tasks_raise_is_named_and_an_endless_evaluation_is_refused(
 
     with pytest.raises(molt.DefinitionError, match=r"eval_tasks raised KeyError after 1 tasks.*row two"):
         fit(pocket, tmp_path / "run", eval_tasks=broken())
-    monkeypatch.setattr("molt_sdk.agent.MOST_TASKS", 100)
+    monkeypatch.setattr("molt_sdk.tasks.MOST_TASKS", 100)
     with pytest.raises(molt.ConfigError, match="eval_tasks gave more than 100 tasks"):
         fit(pocket, tmp_path / "run", eval_tasks=({"prompt": str(i)} for i in itertools.count()))
     with pytest.raises(molt.ConfigError, match=r'tasks\[0\]: "prompt".*role'):
@@ -413,3 +414,59 @@ def test_a_save_that_fails_names_the_path_and_earlier_checkpoints_stay(
     config = molt.FitConfig(checkpoint_every=1)
     assert sorted(fit(pocket, tmp_path / "run", config=config, resume=True).batches) == [1, 2, 3]
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+@pytest.mark.anyio
+async def test_a_step_that_completes_while_the_run_is_cancelled_is_reported_and_saved(
+    pocket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer_backend.trainer import StepResult, Trainer
+
+    loop, scope, original = asyncio.get_running_loop(), anyio.CancelScope(), Trainer.step
+
+    def step(self: Trainer, groups: Any, **options: Any) -> StepResult:
+        result = original(self, groups, **options)
+        if result.version == 2:
+            loop.call_soon_threadsafe(scope.cancel)  # runs before the result is handed over
+        return result
+
+    monkeypatch.setattr(Trainer, "step", step)
+    with scope:
+        await molt.afit(
+            tasks=QUESTIONS,
+            rewards=[even],
+            model=pocket,
+            engine=ScriptedEngine(pocket, chatter),
+            steps=9,
+            group_size=4,
+            groups_per_step=2,
+            max_staleness=0,
+            learning_rate=1e-3,
+            run_dir=tmp_path / "run",
+        )
+    assert scope.cancelled_caught
+    run = molt.open_run(tmp_path / "run")
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert [(c.step, c.version) for c in run.checkpoints] == [(2, 2)]
+
+
+def test_fit_leaves_the_programs_excepthook_alone(pocket: str, tmp_path: Path) -> None:
+    before = sys.excepthook
+    fit(pocket, tmp_path / "run", steps=1)
+    assert sys.excepthook is before
+
+
+def test_rewards_of_forks_alone_are_no_reward_of_the_trajectory(pocket: str, tmp_path: Path) -> None:
+    @molt.policy
+    async def debate(task: molt.Task, model: molt.Model):  # type: ignore[no-untyped-def]
+        pro = model.fork("pro")
+        await pro.chat(task.prompt)
+        pro.reward(1.0)
+
+    with pytest.raises(molt.RunFailedError, match="agents pro have rewards, but the trajectory has none"):
+        fit(pocket, tmp_path / "run", policy_or_env=debate, env_or_tasks=QUESTIONS, tasks=None, rewards=())
+
+
+def test_a_mistyped_keyword_suggests_the_right_one(pocket: str, tmp_path: Path) -> None:
+    with pytest.raises(molt.ConfigError, match=r"fit\(\).*'step'; did you mean steps=\?"):
+        fit(pocket, tmp_path / "run", step=3)

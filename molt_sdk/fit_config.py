@@ -1,0 +1,88 @@
+"""Settings of ``fit``: one struct for flags, files and keywords. Like ``fit``, it may know the trainer's settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from molt_sdk.config import RolloutConfig, with_keywords
+from molt_sdk.engines.torch_config import TorchEngineConfig
+from molt_sdk.errors import ConfigError
+from molt_sdk.types import SamplingParams
+from trainer_backend.config import TrainerConfig
+
+EXTENDABLE = ("steps", "eval_every", "eval_group_size", "checkpoint_every")
+"""What may change when a run is resumed."""
+
+
+class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that ``fit`` can be told, as data: each field is a flag of ``molt-sdk fit``, a key of ``run.toml``."""
+
+    model: str = ""
+    """Model directory in Hugging Face format."""
+    steps: int = 0
+    """Training steps in total, those of a resumed run and those that were skipped for want of a signal included."""
+    group_size: int = 8
+    """Trajectories per task; their rewards are compared with each other."""
+    groups_per_step: int = 8
+    """Groups in one optimizer step."""
+    max_staleness: int = 1
+    """Most optimizer steps between the weights that sampled a token and those that train on it; 0 waits for every
+    update before it samples again."""
+    seed: int = 0
+    """Of the task order and of sampling."""
+    engine: Literal["auto", "torch"] = "auto"
+    """Where the model samples; ``auto`` is ``torch``, in this process."""
+    eval_every: int | None = None
+    """Steps between evaluations of the held-out tasks; None: only before the first and after the last step."""
+    eval_group_size: int = 1
+    """Trajectories per held-out task."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints; the last step is always saved, and the two newest are kept."""
+    max_failed_groups: int = 16
+    """Groups in a row without a single scored trajectory that end the run."""
+    max_uncertified: float = 0.05
+    """Share of the trajectories (of at least 100) that may fail their certificate before the run ends; those that
+    fail it are never trained."""
+    sampling: SamplingParams = SamplingParams()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    torch_engine: TorchEngineConfig = TorchEngineConfig()
+
+    def __post_init__(self) -> None:
+        at_least = {"steps": 0, "group_size": 1, "groups_per_step": 1, "max_staleness": 0, "eval_group_size": 1}
+        for name, least in {**at_least, "checkpoint_every": 1, "max_failed_groups": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.eval_every is not None and self.eval_every < 1:
+            raise ConfigError(f"eval_every={self.eval_every} must be at least 1")
+        if not 0 <= self.max_uncertified <= 1:
+            raise ConfigError(f"max_uncertified={self.max_uncertified} must be between 0 and 1")
+
+
+def merge_keywords(
+    config: FitConfig, *, learning_rate: float | None, rollout: dict[str, Any], **keywords: Any
+) -> FitConfig:
+    merged = with_keywords(config, "config", **keywords)
+    return msgspec.structs.replace(
+        merged,
+        trainer=with_keywords(merged.trainer, "config.trainer", learning_rate=learning_rate),
+        rollout=with_keywords(merged.rollout, "config.rollout", **rollout),
+    )
+
+
+def changed_settings(before: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """What a resumed run must not change but would, by dotted name."""
+    now = json.loads(json.dumps(settings))
+    fixed = [name for name in now if name not in EXTENDABLE]
+    return [line for name in fixed for line in _changes(name, before.get(name), now[name])]
+
+
+def _changes(name: str, before: Any, now: Any) -> list[str]:
+    """What differs between two settings, by dotted name."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [c for key in now for c in _changes(f"{name}.{key}", before.get(key), now[key])]
+    return [] if before == now else [f"{name} was {before!r} and is {now!r}"]
