@@ -321,9 +321,11 @@ async def test_cancelling_stops_everything_and_saves_the_last_completed_weights(
 def test_ctrl_c_ends_the_process_quickly_and_the_run_can_be_resumed(pocket: str, tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
-        import time
+        import signal, time
         import molt_sdk as molt
         from molt_sdk.testing import ScriptedEngine
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts its children without it
 
         @molt.tool
         def nap(seconds: int) -> str:

@@ -782,6 +782,7 @@ async def test_an_evaluation_averages_over_trajectories_not_over_turns(pocket: s
         "failures": 1,
         "reward": 0.5,
         "truncated": 0,
+        "tool_errors": 0,
         "tokens": 10,
     }
 
