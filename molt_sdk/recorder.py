@@ -18,6 +18,7 @@ from molt_sdk.loop import Turnstile
 from molt_sdk.messages import encodable
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
 from molt_sdk.rendering.renderer import Bridge, Renderer
+from molt_sdk.rendering.template import LARGE_TEXT
 from molt_sdk.types import MAIN_AGENT, Message, SamplingParams, ToolExecution, Turn
 from molt_sdk.workers import being_cancelled
 
@@ -109,7 +110,11 @@ class Recorder:
         """Record one chat turn; returns it with what was wrong with tool calls that could not be read."""
         await self.turnstile.turn()
         self.require_open()
-        plan = self._plan(scope, messages, tools)
+        if sum(len(str(message.get("content") or "")) for message in messages) < LARGE_TEXT:
+            plan = self._plan(scope, messages, tools)
+        else:
+            # a megabyte takes a second
+            plan = await asyncio.to_thread(self._plan, scope, messages, tools)
         number, generation, sampling, seconds = await self._generate(plan.prompt, sampling)
         parsed = self.renderer.parse(generation.token_ids, generation.finish_reason, tools, f"call_{number}_")
         offered = plan.parent.tools if plan.parent else tuple(dict(t) for t in tools)

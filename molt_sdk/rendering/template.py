@@ -10,10 +10,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from molt_sdk.errors import ModelPathError, TemplateError
 from molt_sdk.types import Message
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LARGE_TEXT = 200_000
+"""Characters from which on a text is encoded off the event loop."""
 
 SENTINEL = "MOLT\u00b7PROBE"
 
@@ -85,6 +91,14 @@ def check_model_path(path: str) -> None:
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise ModelPathError(f"model directory {directory} has no {name}; save the model with its tokenizer first")
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of ``text``, nothing added. Unlike ``encode``, ``encode_batch`` lets other threads run meanwhile, which
+    matters for a text of a megabyte: that takes a second."""
+    if len(text) < LARGE_TEXT:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
 
 class ChatTemplate:
@@ -178,7 +192,7 @@ class ChatTemplate:
     def encode(self, text: str, marker: str = "") -> list[int]:
         """Ids of rendered text; special tokens written by the template become their ids, guarded text does not."""
         if not marker or self._special_pattern is None:
-            return list(self.files.tokenizer.encode(text, add_special_tokens=False).ids)
+            return encode_text(self.files.tokenizer, text)
         ids: list[int] = []
         position = 0
         for match in self._special_pattern.finditer(text):
@@ -189,7 +203,7 @@ class ChatTemplate:
 
     def _encode_plain(self, text: str, marker: str) -> list[int]:
         text = text.replace(marker, "")
-        return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
+        return encode_text(self._plain, text) if text else []
 
 
 _PROBE_TOOL = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -715,3 +716,31 @@ async def test_whatever_an_engine_raises_is_the_infrastructures_fault(pocket: st
     trajectory = await run(policy, ScriptedEngine(pocket, [Script(error=error)]))
     assert trajectory.status == "infra_error"
     assert f"EngineError: engine ScriptedEngine, request {trajectory.id}-0: " in str(trajectory.error)
+
+
+async def test_a_huge_message_does_not_stop_the_loop(pocket: str) -> None:
+    """1 MB of text takes the tokenizer more than a second of pure work."""
+    engine = ScriptedEngine(pocket, lambda prompt, sampling: "ok", context_length=2_000_000)
+    lags: list[float] = []
+
+    async def meter() -> None:
+        while True:
+            due = time.perf_counter() + 0.005
+            await anyio.sleep(0.005)
+            lags.append(time.perf_counter() - due)
+
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        try:
+            await model.chat("x" * 1_000_000)
+        except molt.ContextLengthError:
+            return 1.0
+        return 0.0
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(meter)
+        started = time.perf_counter()
+        [result] = await molt.arollout(policy, [{"prompt": "q"}], engine=engine)
+        seconds = time.perf_counter() - started
+        group.cancel_scope.cancel()
+    assert result.rewards == [1.0]
+    assert max(lags) < seconds / 2, "the loop stood still while the text was encoded"
