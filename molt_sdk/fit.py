@@ -306,7 +306,8 @@ class _Job:
             self.skipped += 1
             self.display.note(f"step {self.step} changed nothing: {result.skip_reason}")
         with anyio.CancelScope(shield=True):
-            await self._log(step_metrics(groups, result) | self.measured | self._counts())
+            seconds = self.measured | {"seconds/train": result.seconds}
+            await self._log(step_metrics(groups, result) | seconds | self._counts())
 
     async def _publish(self) -> None:
         """Give the trainer's weights to the engine, whole: a cancelled run waits for it, since it reads the trainer."""

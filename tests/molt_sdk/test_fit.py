@@ -104,6 +104,7 @@ def test_every_step_commits_its_batch_and_reports_its_numbers(pocket: str, tmp_p
         tokens = sum(len(turn.completion_token_ids) for g in run.groups(step) for t in g for turn in t.turns)
         assert rows[step]["tokens"] == rows[step]["trained_tokens"] == tokens
         assert rows[step]["version"] == step
+        assert 0 < rows[step]["seconds/train"] < rows[step]["seconds"]
     assert "eval/reward" in rows[0]
     assert "eval/reward" in rows[3]
     assert "eval/reward" not in rows[1]
