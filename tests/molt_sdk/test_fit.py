@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import molt_sdk as molt
@@ -473,3 +474,25 @@ def test_rewards_of_forks_alone_are_no_reward_of_the_trajectory(pocket: str, tmp
 def test_a_mistyped_keyword_suggests_the_right_one(pocket: str, tmp_path: Path) -> None:
     with pytest.raises(molt.ConfigError, match=r"fit\(\).*'step'; did you mean steps=\?"):
         fit(pocket, tmp_path / "run", step=3)
+
+
+def test_what_does_not_certify_is_recorded_and_never_trained(
+    pocket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certificates of the first sibling of each group fail, as they would for a torn record."""
+    from molt_sdk import graph
+
+    certify = graph.certify
+
+    def strict(trajectory: molt.Trajectory) -> Any:
+        found = certify(trajectory)
+        return msgspec.structs.replace(found, problems=("torn",)) if trajectory.index == 0 else found
+
+    monkeypatch.setattr(graph, "certify", strict)
+    config = molt.FitConfig(max_uncertified=0.5)
+    run = fit(pocket, tmp_path / "run", steps=2, config=config)
+    assert {t.index for step in run.batches for g in run.groups(step) for t in g} == {1, 2, 3}
+    assert {t.index for t in run.trajectories(split="train")} == {0, 1, 2, 3}
+    assert run.metrics[-1]["dropped/uncertified trajectory"] == 4
+    with pytest.raises(molt.RunFailedError, match="failed their certificate"):
+        fit(pocket, tmp_path / "strict", steps=9, config=molt.FitConfig(max_uncertified=0.0))
