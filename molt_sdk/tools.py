@@ -48,7 +48,6 @@ class Tool(Struct, frozen=True, kw_only=True):
     """JSON schema of the arguments object."""
     fn: Callable[..., Any]
     """Called as ``fn(**tool.bind(arguments))``. Bound, unless the tool was collected from a class, not an instance."""
-    is_async: bool
     timeout: float | None = None
     """Seconds, or None for no limit."""
     parallel: bool = False
@@ -194,7 +193,6 @@ def _make(fn: Callable[..., Any], function: Any, *, skip_first: bool) -> Tool:
         description=described.text,
         parameters=described.schema,
         fn=fn,
-        is_async=inspect.iscoroutinefunction(function),
         timeout=mark.timeout,
         parallel=mark.parallel,
         signature=described.parameters,

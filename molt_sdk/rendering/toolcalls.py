@@ -60,18 +60,16 @@ class _MalformedError(Exception):
     """Text that is no tool call; says why."""
 
 
-def parse_tool_calls(
-    text: str, *, truncated: bool, id_prefix: str = "call_", first_id: int = 0, thinking: bool = False
-) -> ParsedReply:
+def parse_tool_calls(text: str, *, truncated: bool, id_prefix: str = "call_", thinking: bool = False) -> ParsedReply:
     """Read content, reasoning and tool calls from a completion. Never raises; takes time linear in ``len(text)``.
 
     Args:
         text: the completion, decoded, without its end-of-turn token.
         truncated: the reply was cut by a length limit, so its last block may be incomplete.
-        id_prefix, first_id: ids of the calls are ``f"{id_prefix}{n}"`` with n counted from ``first_id``.
+        id_prefix: ids of the calls are ``f"{id_prefix}{n}"`` with n counted from 0.
         thinking: the prompt ended inside ``<think>``.
     """
-    return _Reader(text, truncated, id_prefix, first_id).read(thinking)
+    return _Reader(text, truncated, id_prefix).read(thinking)
 
 
 def parse_plain_json(text: str, names: Collection[str], *, call_id: str = "call_0") -> ToolCall | None:
@@ -87,17 +85,17 @@ def parse_plain_json(text: str, names: Collection[str], *, call_id: str = "call_
     return _call(call_id, name, arguments) if name in names and _skip(text, end) == len(text) else None
 
 
-def emulation_prompt(tools: Sequence[Mapping[str, Any]], *, example: Mapping[str, Any] | None = None) -> str:
+def emulation_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
     """System text that offers ``tools`` (in OpenAI's shape) to a model whose chat template cannot.
 
     One line per tool, with types as in a signature; only parameters that hold other parameters show their JSON schema.
-    The worked example is ``example`` (``{"name": ..., "arguments": {...}}``), else a call of the first tool with values
-    from its docstring (``such as "12 * 7"``) or plausible for the types. Empty without tools.
+    The worked example is a call of the first tool with values from its docstring (``such as "12 * 7"``) or plausible
+    for the types. Empty without tools.
     """
     if not tools:
         return ""
     functions = [tool["function"] for tool in tools]
-    shown = example or {"name": functions[0]["name"], "arguments": _example_arguments(functions[0])}
+    shown = {"name": functions[0]["name"], "arguments": _example_arguments(functions[0])}
     lines = ["You can call these tools:"]
     for function in functions:
         lines += _described(function)
@@ -108,9 +106,9 @@ def emulation_prompt(tools: Sequence[Mapping[str, Any]], *, example: Mapping[str
 class _Reader:
     """One pass over a completion, from tag to tag."""
 
-    def __init__(self, text: str, truncated: bool, id_prefix: str, first_id: int) -> None:
+    def __init__(self, text: str, truncated: bool, id_prefix: str) -> None:
         self.text, self.truncated = text, truncated
-        self.id_prefix, self.first_id = id_prefix, first_id
+        self.id_prefix = id_prefix
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
@@ -159,7 +157,7 @@ class _Reader:
             self._error(reason, self.text[start : start + 60])
             return start, tag.end() if tag and tag[0] == CLOSE else inside
         for name, arguments in found:
-            self.calls.append(_call(f"{self.id_prefix}{self.first_id + len(self.calls)}", name, arguments))
+            self.calls.append(_call(f"{self.id_prefix}{len(self.calls)}", name, arguments))
         return end, end
 
     def _error(self, problem: str, near: str) -> None:

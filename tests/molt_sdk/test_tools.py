@@ -440,8 +440,8 @@ def test_tools_of_an_instance_are_bound_and_in_definition_order() -> None:
     assert tools["second"].description == "Second, overridden."
     assert tools["static"].fn(**tools["static"].bind('{"a": 4}')) == 4
     assert tools["of_class"].fn(**tools["of_class"].bind('{"a": 4}')) == "Shop4"
-    assert (tools["order"].is_async, tools["order"].timeout, tools["order"].parallel) == (True, 2.5, True)
-    assert (tools["first"].is_async, tools["first"].timeout, tools["first"].parallel) == (False, None, False)
+    assert (tools["order"].timeout, tools["order"].parallel) == (2.5, True)
+    assert (tools["first"].timeout, tools["first"].parallel) == (None, False)
 
 
 def test_tools_of_a_class_have_the_same_schemas_without_an_instance() -> None:

@@ -60,8 +60,8 @@ def test_several_blocks_and_several_objects_in_one_block() -> None:
 
 def test_ids_are_ours_and_unique() -> None:
     text = block('{"id": "c1", "name": "f"}') + block('{"id": "c1", "name": "f"}')
-    reply = parse_tool_calls(text, truncated=False, id_prefix="call_7_", first_id=2)
-    assert [made["id"] for made in reply.tool_calls] == ["call_7_2", "call_7_3"]
+    reply = parse_tool_calls(text, truncated=False, id_prefix="call_7_")
+    assert [made["id"] for made in reply.tool_calls] == ["call_7_0", "call_7_1"]
 
 
 def test_parameters_is_another_spelling_of_arguments() -> None:
@@ -362,13 +362,6 @@ def test_prompt_shows_optional_described_and_nested_parameters() -> None:
     }
     assert lines[4].startswith("calculator(expression: string): ")
     assert lines[-1] == 'Example: <tool_call>{"name": "search", "arguments": {"query": "red shoes"}}</tool_call>'
-
-
-def test_prompt_takes_a_given_example() -> None:
-    prompt = emulation_prompt(
-        [schema(calculator)], example={"name": "calculator", "arguments": {"expression": "1 + 1"}}
-    )
-    assert prompt.endswith('<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}</tool_call>')
 
 
 def test_no_tools_no_prompt() -> None:
