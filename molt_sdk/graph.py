@@ -13,7 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from molt_sdk.messages import parsed_arguments
+from molt_sdk.messages import first_difference, parsed_arguments, shown_difference
 from molt_sdk.packed import pack_floats
 from molt_sdk.types import Certificate, Message, Sample, Trajectory, Turn
 
@@ -68,9 +68,7 @@ def explain_new_root(messages: Sequence[Message], turns: Sequence[Turn]) -> str:
     request = [canonical(m) for m in messages]
     closest, best_turn = (-1, False), turns[-1]
     for turn in reversed(turns[-COMPARED:]):
-        known = [canonical(m) for m in (*turn.messages, turn.message)]
-        same = next((i for i, (a, b) in enumerate(zip(known, request, strict=False)) if a != b), None)
-        same = min(len(known), len(request)) if same is None else same
+        same = first_difference([canonical(m) for m in (*turn.messages, turn.message)], request)
         rank = (same, same == len(request) == len(turn.messages))
         if rank > closest:
             closest, best_turn = rank, turn
@@ -88,12 +86,8 @@ def _difference(index: int, before: Message, after: Message) -> str:
         return f"message {index} changed its role from {before['role']} to {after['role']}"
     old, new = str(before.get("content") or ""), str(after.get("content") or "")
     if old != new:
-        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        start = max(0, at - 12)
-        return (
-            f"message {index} ({after['role']}) changed at character {at}: "
-            f"{old[start : at + 24]!r} became {new[start : at + 24]!r}"
-        )
+        at = first_difference(old, new)
+        return f"message {index} ({after['role']}) changed at character {at}: {shown_difference(old, new, at)}"
     return f"message {index} ({after['role']}) has other tool calls or another tool_call_id"
 
 
@@ -136,7 +130,10 @@ def abandoned_turns(trajectory: Trajectory) -> set[int]:
 
 def samples(trajectory: Trajectory) -> list[Sample]:
     """One row per leaf of the turn forest that trains at least one token; each sampled token is trained once."""
-    abandoned = abandoned_turns(trajectory)
+    return _rows(trajectory, abandoned_turns(trajectory))
+
+
+def _rows(trajectory: Trajectory, abandoned: set[int]) -> list[Sample]:
     trained: set[int] = set()
     rows = []
     for path in leaf_paths(trajectory.turns):
@@ -180,8 +177,8 @@ def certify(trajectory: Trajectory) -> Certificate:
     """Check structure from the record alone: links, lengths, versions, and that the rows train each trainable sampled
     token exactly once under exactly the prompt that its call recorded. The truth of the logprobs is not checked."""
     problems = [problem for i, turn in enumerate(trajectory.turns) for problem in _turn_problems(trajectory, i, turn)]
-    rows = samples(trajectory) if not problems else []
     abandoned = abandoned_turns(trajectory) if not problems else set()
+    rows = _rows(trajectory, abandoned) if not problems else []
     by_id = {turn.id: turn for turn in trajectory.turns}
     seen: dict[int, int] = defaultdict(int)
     context = trained = 0

@@ -109,3 +109,15 @@ def parsed_arguments(arguments: str) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value
+
+
+def first_difference(before: Sequence[Any], after: Sequence[Any]) -> int:
+    """Index of the first item that differs; the shorter length where one is a prefix of the other."""
+    differing = (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+    return next(differing, min(len(before), len(after)))
+
+
+def shown_difference(before: str, after: str, at: int) -> str:
+    """Both texts around character ``at``, for an explanation."""
+    near = slice(max(0, at - 12), at + 24)
+    return f"{before[near]!r} became {after[near]!r}"

@@ -276,6 +276,7 @@ def _validate_custom(kind: type, value: Any) -> Any:
 
 
 def _dump_custom(value: Any) -> Any:
+    """msgspec's hook for a value that it does not know; NotImplementedError is how such a hook says "nor do I"."""
     if _is_pydantic(type(value)):
         return value.model_dump(mode="json")
     raise NotImplementedError(f"{type(value)} has no JSON form")

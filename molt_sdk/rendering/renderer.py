@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from molt_sdk.errors import TemplateError
-from molt_sdk.messages import parsed_arguments
+from molt_sdk.messages import first_difference, parsed_arguments, shown_difference
 from molt_sdk.rendering.template import ChatTemplate, ModelFiles
 from molt_sdk.rendering.toolcalls import emulation_prompt, parse_plain_json, parse_tool_calls
 from molt_sdk.types import FinishReason, Message, ToolCall
@@ -105,10 +105,9 @@ class Renderer:
             return NoBridge(str(error))
         raw = template.break_up(raw, marker)
         if not full.startswith(head):
-            at = next(
-                (i for i, (a, b) in enumerate(zip(head, full, strict=False)) if a != b), min(len(head), len(full))
-            )
-            return NoBridge(f"the chat template rewrote earlier text at character {at}: {_around(head, full, at)}")
+            at = first_difference(head, full)
+            shown = shown_difference(head, full, at)
+            return NoBridge(f"the chat template rewrote earlier text at character {at}: {shown}")
         rest = full[len(head) :]
         for form in (raw, raw.rstrip(), raw.strip()):  # templates may trim what was sampled; the ids stay as sampled
             if rest.startswith(form + end_text):
@@ -231,7 +230,3 @@ def _fold_system(messages: Sequence[Message]) -> list[Message]:
             folded: Message = {"role": "user", "content": f"{system.get('content')}\n\n{message.get('content')}"}
             return [*rest[:i], folded, *rest[i + 1 :]]
     return [{"role": "user", "content": str(system.get("content"))}, *rest]
-
-
-def _around(before: str, after: str, at: int) -> str:
-    return f"{before[max(0, at - 12) : at + 24]!r} became {after[max(0, at - 12) : at + 24]!r}"
