@@ -10,7 +10,7 @@ import inspect
 import math
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from decimal import Decimal
 from typing import Any
@@ -59,9 +59,10 @@ class SamplingRules(msgspec.Struct, frozen=True):
 
     defaults: SamplingParams
     training: bool
-    """Samples are trained on: temperature must be > 0 and the distribution unfiltered."""
+    """Samples are trained on: temperature must be > 0 and nothing else may change the distribution."""
     overrule: bool
-    """``sampling_from="config"``: temperature and filters that the agent asks for are replaced by the defaults."""
+    """``sampling_from="config"``: all that an agent asks for but max_tokens, stop and seed is replaced by the
+    defaults."""
 
     def resolve(self, overrides: Mapping[str, Any], place: str, *, trainable: bool = True) -> SamplingParams:
         """Defaults with the call's own values; a fork that is not trained may ask for any.
@@ -86,18 +87,31 @@ class SamplingRules(msgspec.Struct, frozen=True):
         return params
 
 
+_OFF: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": (),
+}
+"""What draws from a distribution that the trainer does not compute, and the value that switches it off."""
+
+
 def check_trainable(params: SamplingParams, place: str) -> None:
-    """Refuse sampling whose logprobs the trainer cannot reproduce."""
+    """Refuse sampling whose logprobs the trainer cannot reproduce. Raises RequestError."""
     advice = 'or set sampling_from="config" to overrule what the agent asks for'
     if not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise RequestError(
             f"{place}: temperature={params.temperature} cannot be trained on; use a value > 0 "
             f"({MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}), {advice}"
         )
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(params, name) != off:
+    for name, off in _OFF.items():
+        value = getattr(params, name)
+        if value != off:
             raise RequestError(
-                f"{place}: {name}={getattr(params, name)} renormalises the sampler's distribution and the trainer "
+                f"{place}: {name}={value!r:.80} changes the distribution that tokens are drawn from, and the trainer "
                 f"would see wrong ratios; use {name}={off} in training, {advice}"
             )
 
@@ -287,11 +301,10 @@ class Model:
                 f"model.chat: {asked} needs structured output, which this engine does not have; use "
                 'tool_choice="auto" or "none" and no response_format'
             )
-        clean = normalize(messages, "model.chat")
         schemas = [tool.schema for tool in self._session.tools(tools)] if tool_choice == "auto" else []
         params = self._session.rules.resolve(sampling, "model.chat", trainable=self._scope.trainable)
-        turn, errors = await self._recorder.chat(self._scope, clean, schemas, params)
-        return Reply(turn, clean, errors, self._recorder)
+        turn, read, errors = await self._recorder.chat(self._scope, messages, schemas, params, "model.chat")
+        return Reply(turn, read, errors, self._recorder)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
         """Continue raw text (BOS added as the tokenizer does, exactly once) or token ids. Raises as :meth:`chat`."""
@@ -311,8 +324,10 @@ class Model:
         """The tool loop: ask, execute the tool calls, ask again, until a reply has none.
 
         It also ends when a tool raises ``Stop``, when a reply is cut by ``max_tokens``, or after ``max_turns`` calls of
-        the model (default: the environment's, else 10). Returns the last reply. Calls that cannot be read go back to
-        the model as a tool error. Raises as :meth:`chat`.
+        the model (default: the environment's, else 10); the calls of a cut or last reply are not executed. Returns the
+        last reply. What a tool raises goes back to the model as its result; what was wrong with calls that cannot be
+        read follows the results of the others, each as a tool message without ``tool_call_id``. Raises as :meth:`chat`
+        and :meth:`call_tool`.
         """
         limit = max_turns if max_turns is not None else self._session.max_turns or DEFAULT_MAX_TURNS
         if limit < 1:
@@ -388,15 +403,19 @@ class Model:
                 content = await self._call(tool, tool.bind(call["function"]["arguments"]))
             except ToolArgumentsError as raised:
                 content, error = f"Error: {raised}", str(raised)
-            except Stop as raised:
-                content, stop = result_text(raised.result), True
             except _ToolTimeoutError:
                 error = f"{name} took longer than its timeout of {tool.timeout} s"
                 content = f"Error: {error}"
-            except (Reject, EngineError, ModelClosedError):
-                raise
             except (Exception, SystemExit) as raised:  # a tool that runs code may well meet an exit()
-                content, error = f"Error: {error_text(raised)}", traceback.format_exc()
+                errors = list(errors_inside(raised))
+                if (fatal := _not_for_the_model(errors)) is not None:
+                    raise fatal from fatal.__cause__
+                stops = [inner for inner in errors if isinstance(inner, Stop)]
+                stop = len(stops) == len(errors)
+                if stop:
+                    content = result_text(stops[0].result)
+                else:
+                    content, error = f"Error: {error_text(raised)}", traceback.format_exc()
         message: Message = {"role": "tool", "content": content, "tool_call_id": call["id"], "name": name}
         return ToolExecution(
             call=call,
@@ -412,8 +431,9 @@ class Model:
         owned = session.is_environment(tool)
 
         async def call(pinned: bool) -> str:
-            with anyio.move_on_after(tool.timeout):
-                return result_text(await session.call(functools.partial(tool.fn, **arguments), pinned=pinned))
+            with anyio.CancelScope() as limit:
+                fn = tool.fn if tool.timeout is None else _limited(tool.fn, tool.timeout, limit)
+                return result_text(await session.call(functools.partial(fn, **arguments), pinned=pinned))
             raise _ToolTimeoutError
 
         if owned and not tool.parallel:
@@ -453,6 +473,52 @@ async def _together(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) ->
         async with anyio.create_task_group() as group:
             for call in calls:
                 group.start_soon(call)
+
+
+def errors_inside(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, or the errors inside a group."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from errors_inside(inner)
+    else:
+        yield error
+
+
+def blames_engine(error: BaseException) -> bool:
+    """Whether inference failed: the error, one in its group, or what one of them was raised from."""
+    for inner in errors_inside(error):
+        cause: BaseException | None = inner
+        while cause is not None:
+            if isinstance(cause, EngineError):
+                return True
+            cause = cause.__cause__
+    return False
+
+
+def _not_for_the_model(errors: Sequence[BaseException]) -> BaseException | None:
+    """Which of a tool's errors ends the policy's call instead of going to the model as text, if any."""
+    fatal = (error for error in errors if isinstance(error, ModelClosedError) or blames_engine(error))
+    return next(fatal, errors[0] if all(isinstance(error, Reject) for error in errors) else None)
+
+
+def _limited(fn: Callable[..., Any], seconds: float, scope: anyio.CancelScope) -> Callable[..., Any]:
+    """``fn``, which has ``seconds`` from its start on: a sync one may first wait for a thread that another call holds,
+    and that is not its own time."""
+    loop = asyncio.get_running_loop()
+
+    def start() -> None:
+        scope.deadline = loop.time() + seconds
+
+    if inspect.iscoroutinefunction(fn):
+        start()
+        return fn
+
+    @functools.wraps(fn)
+    def on_thread(**arguments: Any) -> Any:
+        loop.call_soon_threadsafe(start)
+        return fn(**arguments)
+
+    return on_thread
 
 
 def _is_parallel(call: ToolCall, tools: Mapping[str, Tool]) -> bool:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NotRequired, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Required, TypedDict
 
 import msgspec
 from msgspec import Struct, field
 
 from molt_sdk.errors import ConfigError
 from molt_sdk.packed import Span, from_spans, unpack_floats, unpack_ints
+
+if TYPE_CHECKING:
+    from molt_sdk.explain import Explanation
 
 
 class FunctionCall(TypedDict):
@@ -100,16 +103,29 @@ def _fingerprint(value: Any) -> str:
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to sample one completion. Every field is sent to the engine; nothing is left to a server's defaults."""
+    """How to sample one completion. Every field is sent to the engine; nothing is left to a server's defaults.
+
+    A token is drawn from the logits after, in this order: logit bias, repetition, frequency and presence penalty,
+    temperature, min_p, top_k, top_p. Its recorded logprob is the one under the distribution that is left, whose
+    probabilities sum to 1. Training needs a temperature > 0 and everything else in this list off.
+    """
 
     temperature: float = 1.0
-    """0 is greedy; training needs > 0."""
+    """0 is greedy: the most likely token after bias and penalties, recorded with its logprob at temperature 1."""
     top_p: float = 1.0
     """Nucleus mass that is kept; 1 keeps all."""
     top_k: int = 0
     """Most likely tokens that are kept; 0 keeps all."""
     min_p: float = 0.0
     """Least probability, relative to the most likely token, that is kept; 0 keeps all."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that this completion holds; -2 to 2, 0 is off."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that this completion holds it; -2 to 2, 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of every token of prompt or completion, multiplies it if negative; 0.01 to 100, 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens: pairs of token id and bias from -100 to 100. A mapping becomes pairs."""
     max_tokens: int = 512
     """Most new tokens of one call, clamped to the room left in the context."""
     stop: tuple[str, ...] = ()
@@ -125,7 +141,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if isinstance(self.stop, str | list | None):
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
             msgspec.structs.force_setattr(self, "stop", stop)
-        for name in ("temperature", "top_p", "min_p"):
+        if self.logit_bias != ():
+            msgspec.structs.force_setattr(self, "logit_bias", _bias_pairs(self.logit_bias))
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             need(_is_number(getattr(self, name), int | float), name, "a number")
         for name in ("top_k", "max_tokens"):
             need(_is_number(getattr(self, name), int), name, "an integer")
@@ -133,6 +152,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
         need(self.top_k >= 0, "top_k", ">= 0 (0 switches it off)")
         need(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            need(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2] (0 switches it off)")
+        need(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "in [0.01, 100] (1 switches it off)")
         need(self.max_tokens >= 1, "max_tokens", ">= 1")
         need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
         need(self.seed is None or _is_number(self.seed, int), "seed", "an integer or None")
@@ -140,6 +162,33 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def _is_number(value: object, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    """A logit bias (a mapping, pairs, or None) as pairs in the order of their token ids: equal if they mean the same.
+
+    Raises ConfigError.
+    """
+    pairs = given.items() if isinstance(given, Mapping) else () if given is None else given
+    biases: dict[int, float] = {}
+    try:
+        for key, bias in pairs:
+            token = int(key) if isinstance(key, str) else key  # the keys of a JSON object are text
+            if not _is_number(token, int) or not 0 <= token < 2**31 or token in biases:
+                raise ConfigError(
+                    f"sampling: logit_bias has {key!r} as a token id; it must be an integer >= 0, given once"
+                )
+            if not _is_number(bias, int | float) or not -100.0 <= bias <= 100.0:
+                raise ConfigError(
+                    f"sampling: logit_bias of token id {token} is {bias!r}; it must be a number in [-100, 100]"
+                )
+            biases[token] = float(bias)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"sampling: logit_bias={given!r:.80} is not valid; logit_bias must be a mapping of token ids to numbers in "
+            "[-100, 100]"
+        ) from None
+    return tuple(sorted(biases.items()))
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -172,6 +221,11 @@ class Turn(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     parent_turn: Turn | None = None
     """The record of ``parent``; never stored twice."""
+    remarks: tuple[str, ...] = ()
+    """What the SDK noticed about the reply, in words: tool calls that cannot be read, and what it read as what."""
+    digest: bytes = b""
+    """16 bytes over the parent's digest and all that is trained of this turn, taken when it was recorded; ``certify()``
+    takes them again. b"" in a turn that was made by hand."""
 
     def __repr__(self) -> str:
         start = f"parent={self.parent}" if self.parent is not None else f"fork_reason={self.fork_reason!r}"
@@ -359,25 +413,38 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
     def samples(self) -> list[Sample]:
         """Training rows, one per leaf of the turn forest, depth first."""
-        from molt_sdk.graph import samples
+        from molt_sdk.forest import samples
 
         return samples(self)
 
     def certify(self) -> Certificate:
         """Prove from the record alone that every trained token is exact; see :class:`Certificate`."""
-        from molt_sdk.graph import certify
+        from molt_sdk.certificate import certify
 
         return certify(self)
 
+    def explain(self) -> Explanation:
+        """In words: which turns continue each other, where a new segment or a branch starts and why, what is trained
+        and what is not. ``print(trajectory.explain())`` shows it."""
+        from molt_sdk.explain import explain
+
+        return explain(self)
+
 
 class Certificate(Struct, frozen=True, kw_only=True):
-    """Result of ``certify()``: prefix, mask, exactly-once, versions, lengths; ``problems`` is empty if exact."""
+    """Result of ``certify()``: prefix, mask, exactly-once, versions, lengths, and that nothing of it was changed after
+    it was recorded; ``problems`` is empty if exact."""
 
     trained_tokens: int
     context_tokens: int
+    """Tokens of the rows with mask 0; what several rows share counts once per row."""
     abandoned_tokens: int
     """Sampled but masked: a best-of-n reply that was not continued and has no reward of its own."""
     problems: tuple[str, ...] = ()
+    """What is wrong, each naming its turn."""
+    sealed: bool = False
+    """Whether every turn was compared with its digest; False for turns made by hand, which have none: of those the
+    structure alone is proven."""
 
     @property
     def ok(self) -> bool:

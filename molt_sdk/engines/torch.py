@@ -23,19 +23,18 @@ from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.engines.torch_sampling import Running
 from molt_sdk.engines.torch_session import Session
 from molt_sdk.engines.torch_weights import install, load_model, stage
-from molt_sdk.errors import EngineError, ModelPathError, RequestError, UnsupportedSamplingError
+from molt_sdk.errors import EngineError, ModelPathError, RequestError
 from molt_sdk.rendering.template import ModelFiles
 from molt_sdk.workers import Worker
-
-_UNFILTERED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 class TorchEngine:
     """Generates with the model of a directory; see :class:`TorchEngineConfig` for the settings.
 
-    Per request: temperature (0 is greedy), seed, max_tokens, stop strings, EOS set. Filters (top_p, top_k, min_p) are
-    refused: a token drawn under one has no logprob that training could use. The same seed gives the same tokens up to
-    rounding, which differs with what else is in the batch.
+    All of :class:`SamplingParams` and the EOS set are per request. The logprob of a token is the one under the
+    distribution it was drawn from: after bias, penalties and temperature, filtered and renormalised; that of a greedy
+    token is taken at temperature 1 without filters. The same seed gives the same tokens up to rounding, which differs
+    with what else is in the batch.
     """
 
     def __init__(self, model: str, config: TorchEngineConfig | None = None) -> None:
@@ -95,8 +94,8 @@ class TorchEngine:
         """Sample one completion. Cancelling the caller aborts the request.
 
         Raises:
-            UnsupportedSamplingError: the request asks for a filter.
-            RequestError: the prompt is empty or not of this vocabulary, or the request exceeds context or KV cache.
+            RequestError: the prompt is empty, a token id is not of this vocabulary, or the request exceeds context or
+                KV cache.
             EngineError: the engine is not running, was closed, or generation died; the root cause is its ``__cause__``.
         """
         self._check(request)
@@ -148,12 +147,6 @@ class TorchEngine:
         where = f"torch engine, request {request.request_id}"
         with self._lock:
             self._check_alive(f"request {request.request_id}")
-        for name, off in _UNFILTERED.items():
-            value = getattr(request.sampling, name)
-            if value != off:
-                raise UnsupportedSamplingError(
-                    f"{where}: {name}={value} is not supported by the torch engine; leave it at {off}"
-                )
         ids, room = request.prompt_token_ids, request.sampling.max_tokens
         if not ids:
             raise RequestError(f"{where}: the prompt is empty; it needs at least one token")
@@ -163,6 +156,12 @@ class TorchEngine:
                 f"{where}: prompt token id {bad} at position {position} is outside the vocabulary "
                 f"(0..{self._vocab_size - 1}); was the prompt made with another model's tokenizer?"
             )
+        for token, _ in request.sampling.logit_bias:
+            if token >= self._vocab_size:
+                raise RequestError(
+                    f"{where}: logit_bias has token id {token}, outside the vocabulary (0..{self._vocab_size - 1}); "
+                    "was it made with another model's tokenizer?"
+                )
         if len(ids) + room > self.context_length:
             held = self.context_length < self._files.context_length
             name, advice = (

@@ -2,14 +2,15 @@
 
 A logits processor of transformers' continuous batching sees the logits of every request that gets a token, together
 with the request's id. This one draws the token itself, notes its logprob, and marks it so that the manager's argmax
-finds it. So temperature, seed and stop strings are per request, no global generator is touched, and what is recorded
-is what the manager goes on with.
+finds it. So all sampling parameters are per request, no global generator is touched, and what is recorded is what the
+manager goes on with.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from molt_sdk.engines.base import GenerateRequest, Generation
 from molt_sdk.errors import EngineError
-from molt_sdk.types import FinishReason
+from molt_sdk.types import FinishReason, SamplingParams
 
 _STRETCH = 256
 """Tokens summed at once when a token is drawn."""
@@ -47,16 +48,19 @@ class Running:
         self._logprobs: list[float] = []
         self.versions: list[int] = []
         self._eos = frozenset(request.eos_token_ids)
+        sampling = request.sampling
+        self.adjusts = bool(
+            sampling.logit_bias
+            or sampling.repetition_penalty != 1
+            or sampling.frequency_penalty
+            or sampling.presence_penalty
+        )
         # A request's own generator: the global one stays as it is, and a seed means the same in any batch.
-        self._random = random.Random(request.sampling.seed)
-        longest = max((len(text.encode()) for text in request.sampling.stop), default=0)
+        self._random = random.Random(sampling.seed)
+        longest = max((len(text.encode()) for text in sampling.stop), default=0)
         # A token holds at least a byte, so a match that ends at the newest token starts within so many tokens. The
         # few more keep a tokenizer's special treatment of the first token out of the match.
         self._window = longest + 8
-
-    @property
-    def temperature(self) -> float:
-        return self.request.sampling.temperature
 
     @property
     def prompt(self) -> list[int]:
@@ -88,6 +92,21 @@ class Running:
     def draw(self) -> float:
         """Uniform in [0, 1)."""
         return self._random.random()
+
+    def adjust(self, logits: Tensor) -> None:
+        """Apply logit bias and penalties, if it ``adjusts``, to the float32 logits [vocab] of the next token."""
+        sampling = self.request.sampling
+        if sampling.logit_bias:
+            tokens, biases = zip(*sampling.logit_bias, strict=True)
+            logits[list(tokens)] += torch.tensor(biases, device=logits.device)
+        if sampling.repetition_penalty != 1.0:
+            seen = list({*self.request.prompt_token_ids, *self._token_ids})
+            values, penalty = logits[seen], sampling.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if self._token_ids and (sampling.presence_penalty or sampling.frequency_penalty):
+            times = Counter(self._token_ids)
+            counts = torch.tensor(list(times.values()), device=logits.device)
+            logits[list(times)] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
     def add(self, token_id: int, logprob: float, version: int) -> None:
         """Note one sampled token and whether it is the last."""
@@ -152,10 +171,12 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         drawn = [(row, running) for row, name in enumerate(self._rows) if (running := self._running.get(name))]
         if not drawn:
             return scores
+        logits = scores if len(drawn) == len(scores) else scores[[row for row, _ in drawn]]
+        for place, (_, running) in enumerate(drawn):
+            if running.adjusts:
+                running.adjust(logits[place])
         tokens, logprobs = draw_tokens(
-            scores if len(drawn) == len(scores) else scores[[row for row, _ in drawn]],
-            [running.temperature for _, running in drawn],
-            [running.draw() for _, running in drawn],
+            logits, [running.request.sampling for _, running in drawn], [running.draw() for _, running in drawn]
         )
         for (row, running), token, logprob in zip(drawn, tokens.tolist(), logprobs.tolist(), strict=True):
             if not logprob > -torch.inf:
@@ -171,7 +192,9 @@ class Sampler(ContinuousBatchingLogitsProcessor):
         return scores
 
 
-def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     """Sample each row by inverting its cumulative distribution at its uniform number.
 
     In two steps, because the running sum of a whole vocabulary costs much more than its parts: first the stretch of
@@ -179,17 +202,21 @@ def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequenc
 
     Args:
         logits: float32 [rows, vocab]; overwritten.
-        temperatures: [rows]; 0 takes the most probable token, its logprob is that of temperature 1.
+        samplings: [rows]; temperature 0 takes the most probable token, its logprob is that of temperature 1 without
+            filters.
         uniforms: [rows] in [0, 1).
 
     Returns:
         Token ids int64 [rows], and their log-probabilities float64 [rows] under the distribution drawn from; NaN where
         the logits are not finite.
     """
-    heat = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
+    heat = torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=logits.device)
     greedy = heat == 0
     peak = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(peak).div_(heat.masked_fill(greedy, 1.0).unsqueeze(1)).exp_()
+    for row, sampling in enumerate(samplings):
+        if sampling.temperature > 0 and (sampling.min_p > 0 or sampling.top_k or sampling.top_p < 1):
+            _filter(weights[row], sampling)
     stretches = pad(weights, (0, -weights.shape[1] % _STRETCH)).view(len(weights), -1, _STRETCH)
     sums = stretches.sum(dim=-1)
     total = sums.double().sum(dim=-1, keepdim=True)
@@ -200,6 +227,30 @@ def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequenc
         tokens[greedy] = weights[greedy].argmax(dim=-1, keepdim=True)
     logprobs = (weights.gather(1, tokens).double() / total).log()
     return tokens.squeeze(1), logprobs.squeeze(1)
+
+
+def _filter(weights: Tensor, sampling: SamplingParams) -> None:
+    """Set what min_p, top_k and top_p drop, in this order, to 0 in the weights [vocab] of a row, whose largest is 1.
+    Of equal weights the lower token id is kept."""
+    weights[weights < sampling.min_p] = 0.0
+    if not sampling.top_k and sampling.top_p == 1:
+        return
+    # Sorting a whole vocabulary is slow. What is below the k-th largest, or together less than 1 - top_p, goes anyway.
+    total = weights.sum(dtype=torch.float64)
+    if sampling.top_k:
+        least = weights.topk(min(sampling.top_k, len(weights))).values[-1]
+    else:
+        least = total * (1 - sampling.top_p) / len(weights)
+    tokens = (~(weights < least)).nonzero().squeeze(1)  # all if NaN
+    kept, order = weights[tokens].sort(descending=True, stable=True)
+    tokens = tokens[order]
+    if sampling.top_k:
+        kept, tokens = kept[: sampling.top_k], tokens[: sampling.top_k]
+        total = kept.sum(dtype=torch.float64)
+    if sampling.top_p < 1:
+        inside = kept.cumsum(dim=0, dtype=torch.float64) - kept < sampling.top_p * total
+        kept, tokens = kept[inside], tokens[inside]
+    weights.zero_()[tokens] = kept
 
 
 def _position(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -234,7 +234,16 @@ def test_stop_is_one_string_or_several(stop: Any) -> None:
     assert molt.SamplingParams(stop=stop).stop == ("ab",)
 
 
-FILTERS = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"repetition_penalty": 1.1},
+    {"logit_bias": ((5, 1.0),)},
+]
 
 
 @pytest.mark.parametrize("asked", FILTERS, ids=str)

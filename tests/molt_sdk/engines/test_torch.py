@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from molt_sdk.engines.base import Engine, GenerateRequest, Generation, check_generation
 from molt_sdk.engines.torch import TorchEngine
 from molt_sdk.engines.torch_config import TorchEngineConfig
-from molt_sdk.errors import ConfigError, EngineError, ModelPathError, RequestError, UnsupportedSamplingError
+from molt_sdk.errors import ConfigError, EngineError, ModelPathError, RequestError
 from molt_sdk.testing import pocket_model
 from molt_sdk.types import SamplingParams
 
@@ -41,22 +43,12 @@ def request(
     seed: int | None = 0,
     stop: tuple[str, ...] = (),
     eos: tuple[int, ...] = (),
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_p: float = 0.0,
+    **sampling: Any,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         prompt_token_ids=list(prompt.encode()) if isinstance(prompt, str) else prompt,
-        sampling=SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop=stop,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-        ),
+        sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, stop=stop, **sampling),
         eos_token_ids=eos,
     )
 
@@ -226,6 +218,95 @@ async def test_samples_follow_the_distribution(engine: TorchEngine, pocket: str)
     assert abs(seen - 400 * chance) < 4 * (400 * chance * (1 - chance)) ** 0.5
 
 
+def adjusted_logprobs(model: str, request: GenerateRequest, generation: Generation) -> list[float]:
+    """As :func:`expected_logprobs`, after all that the request's sampling parameters say, one plain loop at a time."""
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    asked, prompt = request.sampling, request.prompt_token_ids
+    with torch.no_grad():
+        rows = module(torch.tensor([prompt + generation.token_ids])).logits[0, len(prompt) - 1 : -1].double().tolist()
+    logprobs = []
+    for position, (row, sampled) in enumerate(zip(rows, generation.token_ids, strict=True)):
+        so_far = Counter(generation.token_ids[:position])
+        for token, bias in asked.logit_bias:
+            row[token] += bias
+        for token in {*prompt, *so_far}:
+            row[token] *= asked.repetition_penalty if row[token] < 0 else 1 / asked.repetition_penalty
+        for token, count in so_far.items():
+            row[token] -= asked.frequency_penalty * count + asked.presence_penalty
+        probabilities = (torch.tensor(row) / (asked.temperature or 1.0)).softmax(-1).tolist()
+        if asked.temperature > 0:
+            ranked = sorted(range(len(row)), key=lambda token: -probabilities[token])
+            ranked = [token for token in ranked if probabilities[token] >= asked.min_p * probabilities[ranked[0]]]
+            ranked = ranked[: asked.top_k or None]
+            left, mass, kept = sum(probabilities[token] for token in ranked), 0.0, []
+            for token in ranked:
+                if mass < asked.top_p * left:
+                    kept.append(token)
+                    mass += probabilities[token]
+            assert sampled in kept
+            logprobs.append(float(np.log(probabilities[sampled] / mass)))
+        else:
+            assert sampled == max(range(len(row)), key=lambda token: row[token])
+            logprobs.append(float(np.log(probabilities[sampled])))
+    return logprobs
+
+
+ADJUSTED: list[dict[str, Any]] = [
+    {"top_k": 5},
+    {"top_p": 0.5},
+    {"min_p": 0.6, "temperature": 0.5},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.1, "temperature": 1.5},
+    {"presence_penalty": 2.0, "top_k": 3},
+    {"frequency_penalty": -2.0, "temperature": 0.7},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 5.0, "temperature": 0.0},
+    {"frequency_penalty": 1.0, "temperature": 0.0, "top_k": 4},
+    {"logit_bias": {65: 3.0, 66: -100.0}},
+    {"logit_bias": {97: 8.0}, "presence_penalty": -1.0, "repetition_penalty": 0.9, "top_p": 0.8, "temperature": 1.2},
+]
+
+
+async def test_each_request_of_a_batch_has_its_own_filters_penalties_and_bias(engine: TorchEngine, pocket: str) -> None:
+    plain = [request(f"plain {i}", seed=i, max_tokens=24) for i in range(4)]
+    alone = [await engine.generate(one) for one in plain]
+    adjusted = [request(f"question {i}", seed=i, max_tokens=24, **asked) for i, asked in enumerate(ADJUSTED)]
+    generations = await together(*(engine.generate(one) for one in [*plain, *adjusted]))
+    assert [generation.token_ids for generation in generations[:4]] == [generation.token_ids for generation in alone]
+    for one, generation in zip(adjusted, generations[4:], strict=True):
+        check_generation(generation, one, "torch")
+        assert generation.logprobs == pytest.approx(adjusted_logprobs(pocket, one, generation), abs=1e-4)
+
+
+async def test_a_bias_can_force_and_forbid_a_token(engine: TorchEngine) -> None:
+    forced = await engine.generate(request(logit_bias={65: 100.0}))
+    assert forced.token_ids == [65] * 16
+    assert forced.logprobs == pytest.approx([0.0] * 16, abs=1e-6)
+    free = await engine.generate(request(temperature=0.0))
+    forbidden = await engine.generate(request(temperature=0.0, logit_bias=dict.fromkeys(free.token_ids, -100.0)))
+    assert set(forbidden.token_ids).isdisjoint(free.token_ids)
+
+
+async def test_a_frequency_penalty_ends_repetition(engine: TorchEngine) -> None:
+    biased = {"temperature": 0.0, "logit_bias": {65: 10.0}}
+    assert (await engine.generate(request(**biased))).token_ids == [65] * 16
+    generation = await engine.generate(request(**biased, frequency_penalty=2.0))
+    assert 5 <= generation.token_ids.count(65) < 8  # of logit 10 and a bit, each takes 2
+
+
+async def test_filtered_samples_follow_the_filtered_distribution(engine: TorchEngine, pocket: str) -> None:
+    """Of the three most probable tokens, each has its renormalised share, within four standard deviations of 400."""
+    draws = await together(
+        *(engine.generate(request("Hello", temperature=0.3, max_tokens=1, seed=seed, top_k=3)) for seed in range(400))
+    )
+    module = AutoModelForCausalLM.from_pretrained(pocket, dtype=torch.float32)
+    with torch.no_grad():
+        logits, tokens = (module(torch.tensor([list(b"Hello")])).logits[0, -1] / 0.3).topk(3)
+    seen = Counter(draw.token_ids[0] for draw in draws)
+    assert set(seen) == set(tokens.tolist())
+    for token, share in zip(tokens.tolist(), logits.softmax(-1).tolist(), strict=True):
+        assert abs(seen[token] - 400 * share) < 4 * (400 * share * (1 - share)) ** 0.5
+
+
 # ----------------------------------------------------------------------------------------------- where a request ends
 
 
@@ -294,19 +375,13 @@ async def test_after_a_stop_string_its_place_in_the_batch_is_free(
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)])
-async def test_filters_are_refused_by_name(engine: TorchEngine, name: str, value: float) -> None:
-    with pytest.raises(UnsupportedSamplingError, match=rf"request r: {name}={value}.*leave it at"):
-        await engine.generate(request(**{name: value}))  # type: ignore[arg-type]
-    assert len((await engine.generate(request())).token_ids) == 16
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         (request([]), "the prompt is empty"),
         (request([65, 259]), "id 259 at position 1 is outside the vocabulary \\(0..258\\)"),
         (request([-1]), "id -1 at position 0"),
+        (request(logit_bias={65: 1, 259: 1}), "request r: logit_bias has token id 259, outside the vocabulary"),
         (
             request([65] * 2000, max_tokens=49),
             "2000 prompt tokens \\+ max_tokens=49 exceed the model's context of 2048",
@@ -406,8 +481,11 @@ async def test_nothing_of_the_old_weights_survives_an_update(engine: TorchEngine
     assert before.logprobs != after.logprobs
 
 
-async def test_a_seed_goes_on_over_an_update_with_the_same_weights(engine: TorchEngine, pocket: str) -> None:
-    asked = request(seed=3, max_tokens=300)
+@pytest.mark.parametrize("sampling", [{}, {"frequency_penalty": 1.0, "repetition_penalty": 1.2, "top_k": 9}], ids=str)
+async def test_a_seed_goes_on_over_an_update_with_the_same_weights(
+    engine: TorchEngine, pocket: str, sampling: dict[str, Any]
+) -> None:
+    asked = request(seed=3, max_tokens=300, **sampling)
     expected = await engine.generate(asked)
     sampled = engine.sampled_tokens
     task = asyncio.ensure_future(engine.generate(asked))
