@@ -1,36 +1,33 @@
 """Trajectories as bytes: msgpack, never pickle.
 
-A turn is stored as its parent's number and what the parent does not hold; tool schemas and the task are stored
-once per trajectory; token ids, logprobs and version spans stay the compact arrays that they are.
-What a user puts into a task or returns from a policy may be any object: numpy and torch values, Decimals, dataclasses,
-sets and tuples become plain data, anything else becomes ``{"__repr__": ..., "type": ...}``.
+A turn is stored as its parent's number and what the parent does not hold. Prompt tokens that an earlier turn has in the
+same place are stored as that turn's number and a count; each distinct message, list of tool schemas and set of sampling
+parameters is stored once per trajectory. Token ids, logprobs and version spans stay the compact arrays that they are.
+What a user puts into a task or returns from a policy may be any object: ``plain`` makes data of it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
-from datetime import datetime
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
-from msgspec.msgpack import Ext
+from msgspec import Meta, Struct
 
-from molt_sdk.errors import StoreError
+from molt_sdk.errors import ConfigError, StoreError
 from molt_sdk.packed import Span
-from molt_sdk.types import SamplingParams, Task, ToolExecution, Trajectory, Turn
+from molt_sdk.plain import read_extension, to_plain
+from molt_sdk.prefixes import PrefixTree
+from molt_sdk.types import Message, SamplingParams, Task, ToolExecution, Trajectory, Turn
 
-FORMAT = 1
-"""First element of every blob; raised when an older reader could misread a newer blob."""
+FORMAT = 2
+"""First element of every blob; raised when an older reader could misread a newer blob. Format 1 has whole prompts,
+messages and sampling parameters in every turn."""
 
-_BIG_INT, _SURROGATE_TEXT, _PAIRS = 1, 2, 3
-_MAX_DEPTH = 200
-_MAX_ARRAY = 10_000
-_MAX_REPR = 10_000
 _UNENCODABLE = (TypeError, OverflowError, UnicodeEncodeError, RecursionError)
 
 _Clean = Callable[[Any], Any]
+_Number = Annotated[int, Meta(ge=0)]
 
 
 class _Turn(Struct, array_like=True):
@@ -41,16 +38,29 @@ class _Turn(Struct, array_like=True):
     agent: Any
     trainable: bool
     new_messages: Any
-    tools: int
+    """Format 1 only, as ``message``; since then they are in ``trajectory.messages``."""
+    tools: _Number
     sampling: dict[str, Any]
+    """All parameters in format 1; since then the seed, and the others are in ``trajectory.samplings``."""
     message: Any
     finish_reason: Any
     context_i32: bytes
+    """Without the tokens that are ``shared``."""
     completion_i32: bytes
     logprobs_f32: bytes
     version_spans: tuple[Span, ...]
     reward: Any
     seconds: float
+    remarks: Any = ()
+    digest: bytes = b""
+    shared: tuple[_Number, _Number] | None = None
+    """(turn, tokens): the context begins with as many tokens as that turn's prompt + completion has in this place."""
+    asked: list[tuple[_Number, _Number]] = []
+    """``new_messages``, as ranges of ``trajectory.messages``: end not included."""
+    answered: _Number = 0
+    """``message``, as an index of ``trajectory.messages``."""
+    drawn: _Number = 0
+    """``sampling`` without its seed, as an index of ``trajectory.samplings``."""
 
 
 class _Trajectory(Struct, array_like=True):
@@ -77,10 +87,12 @@ class _Trajectory(Struct, array_like=True):
     split: Any
     started: float
     seconds: float
+    messages: list[Any] = []
+    samplings: list[Any] = []
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """The blob of a trajectory. No object of a user makes it fail; the module's text says what they become."""
+    """The blob of a trajectory. No object of a user makes it fail."""
     try:
         return _ENCODER.encode(_to_wire(trajectory, _unchanged))
     except _UNENCODABLE:  # something that is not JSON, or text with lone surrogates: the slower way that takes anything
@@ -98,50 +110,76 @@ def decode_trajectory(blob: bytes) -> Trajectory:
         if wire.format > FORMAT:
             raise StoreError(f"trajectory {wire.id}: format {wire.format}, newer than {FORMAT}; update molt_sdk")
         return _from_wire(wire)
-    except (msgspec.DecodeError, TypeError, IndexError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, TypeError, IndexError, ValueError, RecursionError, ConfigError) as error:
         raise StoreError(f"a trajectory's blob of {len(blob)} bytes cannot be read: {error}") from error
 
 
-def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
-    tools: list[msgspec.Raw] = []
-    tool_numbers: dict[int | bytes, int] = {}
+class _Table:
+    """Objects of which each distinct one is stored once, under a number."""
 
-    def tools_number(schemas: tuple[dict[str, Any], ...]) -> int:
-        number = tool_numbers.get(id(schemas))
+    def __init__(self, clean: _Clean) -> None:
+        self.stored: list[msgspec.Raw] = []
+        self._clean = clean
+        self._numbers: dict[int | bytes, int] = {}  # by content; by identity, so that a shared object is encoded once
+
+    def number(self, value: Any) -> int:
+        number = self._numbers.get(id(value))
         if number is None:
-            data = _ENCODER.encode(clean(schemas))
-            number = tool_numbers.setdefault(data, len(tools))
-            if number == len(tools):
-                tools.append(msgspec.Raw(data))
-            tool_numbers[id(schemas)] = number
+            data = _ENCODER.encode(self._clean(value))
+            number = self._numbers.setdefault(data, len(self.stored))
+            if number == len(self.stored):
+                self.stored.append(msgspec.Raw(data))
+            self._numbers[id(value)] = number
         return number
+
+    def ranges(self, values: Sequence[Any]) -> list[tuple[int, int]]:
+        ranges: list[tuple[int, int]] = []
+        for number in map(self.number, values):
+            if ranges and ranges[-1][1] == number:
+                ranges[-1] = (ranges[-1][0], number + 1)
+            else:
+                ranges.append((number, number + 1))
+        return ranges
+
+
+def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
+    messages, tools = _Table(clean), _Table(clean)
+    samplings = _Table(lambda sampling: clean({**msgspec.structs.asdict(sampling), "seed": None}))
+    prefixes = PrefixTree()
+
+    def turn_to_wire(turn: Turn) -> _Turn:
+        other, same = prefixes.add(turn)
+        return _Turn(
+            parent=turn.parent,
+            fork_reason=clean(turn.fork_reason),
+            agent=clean(turn.agent),
+            trainable=turn.trainable,
+            new_messages=None,
+            tools=tools.number(turn.tools),
+            sampling=clean({"seed": turn.sampling.seed}),
+            message=None,
+            finish_reason=turn.finish_reason,
+            context_i32=turn.context_i32[4 * same :],
+            completion_i32=turn.completion_i32,
+            logprobs_f32=turn.logprobs_f32,
+            version_spans=turn.version_spans,
+            reward=clean(turn.reward),
+            seconds=turn.seconds,
+            remarks=clean(turn.remarks),
+            digest=turn.digest,
+            shared=(other, same) if same else None,
+            asked=messages.ranges(turn.new_messages),
+            answered=messages.number(turn.message),
+            drawn=samplings.number(turn.sampling),
+        )
 
     task = trajectory.task
     return _Trajectory(
         format=FORMAT,
         id=clean(trajectory.id),
         task=[to_plain(task.prompt), to_plain(task.answer), clean(task.id), to_plain(task.metadata)],
-        turns=[
-            _Turn(
-                parent=turn.parent,
-                fork_reason=clean(turn.fork_reason),
-                agent=clean(turn.agent),
-                trainable=turn.trainable,
-                new_messages=clean(turn.new_messages),
-                tools=tools_number(turn.tools),
-                sampling=clean(msgspec.structs.asdict(turn.sampling)),
-                message=clean(turn.message),
-                finish_reason=turn.finish_reason,
-                context_i32=turn.context_i32,
-                completion_i32=turn.completion_i32,
-                logprobs_f32=turn.logprobs_f32,
-                version_spans=turn.version_spans,
-                reward=clean(turn.reward),
-                seconds=turn.seconds,
-            )
-            for turn in trajectory.turns
-        ],
-        tools=tools,
+        turns=[turn_to_wire(turn) for turn in trajectory.turns],
+        tools=tools.stored,
         status=trajectory.status,
         reward=clean(trajectory.reward),
         rewards=clean(trajectory.rewards),
@@ -158,15 +196,27 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
         split=clean(trajectory.split),
         started=trajectory.started,
         seconds=trajectory.seconds,
+        messages=messages.stored,
+        samplings=samplings.stored,
     )
 
 
 def _from_wire(wire: _Trajectory) -> Trajectory:
     tools = [tuple(schemas) for schemas in wire.tools]
+    samplings = wire.samplings if wire.format > 1 else [{}]
     turns: list[Turn] = []
+    ends: list[int] = []  # bytes of prompt + completion of each turn
     for number, turn in enumerate(wire.turns):
         if turn.parent is not None and not 0 <= turn.parent < number:
             raise ValueError(f"turn {number} names turn {turn.parent} as its parent")
+        start = 0 if turn.parent is None else ends[turn.parent]
+        context = turn.context_i32
+        if turn.shared is not None:
+            other, same = turn.shared
+            if other >= number or start + 4 * same > ends[other]:
+                raise ValueError(f"turn {number} begins with {same} tokens of turn {other}, which are not there")
+            context = _stream(turns[other], ends, start, start + 4 * same) + context
+        ends.append(start + len(context) + len(turn.completion_i32))
         turns.append(
             Turn(
                 id=number,
@@ -174,18 +224,20 @@ def _from_wire(wire: _Trajectory) -> Trajectory:
                 fork_reason=turn.fork_reason,
                 agent=turn.agent,
                 trainable=turn.trainable,
-                new_messages=turn.new_messages,
+                new_messages=turn.new_messages if wire.format == 1 else _in_ranges(wire.messages, turn.asked),
                 tools=tools[turn.tools],
-                sampling=SamplingParams(**{**turn.sampling, "stop": tuple(turn.sampling["stop"])}),
-                message=turn.message,
+                sampling=SamplingParams(**{**samplings[turn.drawn], **turn.sampling}),
+                message=turn.message if wire.format == 1 else wire.messages[turn.answered],
                 finish_reason=turn.finish_reason,
-                context_i32=turn.context_i32,
+                context_i32=context,
                 completion_i32=turn.completion_i32,
                 logprobs_f32=turn.logprobs_f32,
                 version_spans=turn.version_spans,
                 reward=turn.reward,
                 seconds=turn.seconds,
                 parent_turn=None if turn.parent is None else turns[turn.parent],
+                remarks=tuple(turn.remarks),
+                digest=turn.digest,
             )
         )
     prompt, answer, task_id, metadata = wire.task
@@ -212,127 +264,22 @@ def _from_wire(wire: _Trajectory) -> Trajectory:
     )
 
 
-def to_plain(value: Any) -> Any:
-    """``value`` as None, bool, int, float, str, bytes, datetime, list and dict, or the msgpack extensions that stand
-    for integers beyond 64 bits and text with lone surrogates. Objects that are none of these become their repr."""
-    return _plain(value, set())
+def _stream(turn: Turn | None, ends: Sequence[int], start: int, end: int) -> bytes:
+    """Bytes start..end-1 of the prompt + completion of ``turn``."""
+    parts: list[bytes] = []
+    while turn is not None and ends[turn.id] > start:
+        first = 0 if turn.parent is None else ends[turn.parent]
+        own = turn.context_i32 + turn.completion_i32
+        parts.append(own[max(0, start - first) : max(0, end - first)])
+        turn = turn.parent_turn
+    return b"".join(reversed(parts))
 
 
-def plain_object(value: object) -> Any:
-    """One step from an object that msgspec and json do not know towards plain data, for use as an ``enc_hook``."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, bytearray | memoryview):
-        return bytes(value)
-    try:
-        if callable(getattr(type(value), "tolist", None)):  # numpy and torch scalars and arrays, array.array
-            return _array(value)
-        if callable(getattr(type(value), "model_dump", None)):  # pydantic
-            return value.model_dump()  # type: ignore[attr-defined]
-        return msgspec.to_builtins(value, builtin_types=(bytes, datetime), enc_hook=_as_repr)
-    except Exception:  # the object's own code failed: its repr is all that can be kept of it
-        return _as_repr(value)
-
-
-def _array(value: Any) -> Any:
-    size = getattr(value, "size", None)  # an int in numpy, a method in torch (whose element count is numel())
-    count = value.numel() if callable(getattr(value, "numel", None)) else size if isinstance(size, int) else len(value)
-    if count > _MAX_ARRAY:
-        return _as_repr(value)
-    plain = value.tolist()
-    return plain if isinstance(plain, bool | int | float | str | bytes | list) else _as_repr(value)
-
-
-def _as_repr(value: object) -> dict[str, str]:
-    kind = type(value)
-    try:
-        text = repr(value)
-    except Exception as error:  # user code: a repr that fails is recorded as that
-        text = f"<repr failed: {type(error).__name__}: {error}>"
-    return {"__repr__": text[:_MAX_REPR], "type": f"{kind.__module__}.{kind.__qualname__}"}
-
-
-def _plain(value: Any, path: set[int]) -> Any:
-    """``path`` holds the ids of the objects that contain ``value``."""
-    kind = type(value)
-    if kind is str:
-        return _text(value)
-    if value is None or kind is bool or kind is float or kind is bytes or kind is datetime:
-        return value
-    if kind is int:
-        return value if -(2**63) <= value < 2**64 else Ext(_BIG_INT, hex(value).encode())
-    if id(value) in path or len(path) > _MAX_DEPTH:
-        return _plain(_as_repr(value), set())
-    path.add(id(value))
-    try:
-        if kind is dict:
-            return _pairs([(_key(key), _plain(item, path)) for key, item in list(value.items())])
-        if kind is list or kind is tuple:
-            return [_plain(item, path) for item in list(value)]
-        return _plain(_container(value), path)
-    finally:
-        path.discard(id(value))
-
-
-def _container(value: Any) -> Any:
-    """The dict or list that a container is in plain terms; other objects by :func:`plain_object`."""
-    try:
-        if isinstance(value, Mapping):
-            return dict(value.items())
-        if isinstance(value, Set):
-            return sorted(value, key=repr)
-        if isinstance(value, Struct):
-            return msgspec.structs.asdict(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = (field.name for field in dataclasses.fields(value))
-            return {name: getattr(value, name) for name in names if hasattr(value, name)}
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview | range):
-            return list(value)
-    except Exception:  # the object's own code failed: its repr is all that can be kept of it
-        return _as_repr(value)
-    return plain_object(value)
-
-
-def _key(key: Any) -> Any:
-    """A mapping's key: scalars and tuples of scalars stay what they are, the rest becomes text."""
-    if isinstance(key, tuple):
-        return tuple(_key(part) for part in key)
-    plain = _plain(key, set())
-    return _text(repr(key)) if isinstance(plain, list | dict) else plain
-
-
-def _pairs(pairs: list[tuple[Any, Any]]) -> Any:
-    try:
-        return dict(pairs)
-    except TypeError:  # a key that is an extension (a big integer, a lone surrogate) cannot be hashed
-        return Ext(_PAIRS, _ENCODER.encode(pairs))
-
-
-def _text(value: str) -> Any:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return Ext(_SURROGATE_TEXT, value.encode("utf-8", "surrogatepass"))
-    return value
-
-
-def _read_extension(code: int, data: memoryview) -> Any:
-    if code == _BIG_INT:
-        return int(bytes(data), 16)
-    if code == _SURROGATE_TEXT:
-        return bytes(data).decode("utf-8", "surrogatepass")
-    if code == _PAIRS:
-        pairs = msgspec.msgpack.decode(data, ext_hook=_read_extension)
-        return {_hashable(key): item for key, item in pairs}
-    raise ValueError(f"unknown msgpack extension type {code}")
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(_hashable(part) for part in key) if isinstance(key, list) else key
+def _in_ranges(table: Sequence[Message], ranges: Sequence[tuple[int, int]]) -> list[Message]:
+    for start, end in ranges:
+        if not start < end <= len(table):
+            raise ValueError(f"messages {start}..{end} of {len(table)} are named")
+    return [message for start, end in ranges for message in table[start:end]]
 
 
 def _unchanged(value: Any) -> Any:
@@ -340,4 +287,4 @@ def _unchanged(value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Trajectory, ext_hook=_read_extension)
+_DECODER = msgspec.msgpack.Decoder(_Trajectory, ext_hook=read_extension)

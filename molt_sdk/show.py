@@ -41,13 +41,14 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
 
 
 def show_trajectory(trajectory: Trajectory, console: Console) -> None:
-    """One trajectory as the conversation(s) that were recorded, with what was trained."""
+    """One trajectory as the conversation(s) that were recorded, with what was trained, and why."""
     head = f"trajectory {trajectory.id}  {trajectory.status}  reward {_number(trajectory.reward)}"
     console.print(head, style="bold", markup=False)
     for name, value in {**trajectory.rewards, **trajectory.metrics}.items():
         console.print(f"  {name} {_number(value)}", markup=False)
     for turn in trajectory.turns:
         _show_turn(turn, console)
+    console.print(_lines(str(trajectory.explain())), style="dim", markup=False)
     certificate = trajectory.certify()
     verdict = "exact" if certificate.ok else "NOT exact: " + "; ".join(certificate.problems)
     console.print(
@@ -73,6 +74,8 @@ def _show_turn(turn: Turn, console: Console) -> None:
     for message in turn.new_messages:
         _show_message(message, console)
     _show_message(turn.message, console)
+    for remark in turn.remarks:
+        console.print(f"  {_lines(remark)}", style="yellow", markup=False)
 
 
 def _show_message(message: Message, console: Console) -> None:

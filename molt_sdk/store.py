@@ -23,8 +23,9 @@ from typing import Any, Self
 import msgspec
 
 from molt_sdk import database
-from molt_sdk.codec import encode_trajectory, plain_object
+from molt_sdk.codec import encode_trajectory
 from molt_sdk.errors import StoreError
+from molt_sdk.plain import plain_object
 from molt_sdk.types import Trajectory, TrajectoryGroup
 from molt_sdk.writer import Writer
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import enum
 from array import array
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from molt_sdk.codec import decode_trajectory, encode_trajectory
 from molt_sdk.errors import StoreError
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
+from molt_sdk.prefixes import PrefixTree
 from molt_sdk.types import SamplingParams, Task, ToolExecution, Trajectory, Turn
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates included
@@ -30,18 +33,25 @@ MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.just("user"), "content": ANY_TEXT}, optional={"x": JSON}), max_size=3
 )
 TOOLS = st.lists(st.dictionaries(ANY_TEXT, JSON, max_size=2), max_size=2).map(tuple)
-INT32 = st.integers(-(2**31), 2**31 - 1)
+IDS = st.lists(st.sampled_from([0, 1, 257, 2**31 - 1, -(2**31)]), max_size=6)  # prompts that often begin alike
 
 
 @st.composite
 def forests(draw: st.DrawFn) -> tuple[Turn, ...]:
-    """Turns whose parents are earlier turns, with tool lists and sampling parameters that repeat or differ."""
+    """Turns whose parents are earlier turns, with prompts, messages, tool lists and sampling parameters that repeat or
+    differ."""
     toolboxes = draw(st.lists(TOOLS, min_size=1, max_size=2))
     turns: list[Turn] = []
-    for number in range(draw(st.integers(0, 5))):
+    for number in range(draw(st.integers(0, 7))):
         parent = draw(st.none() | st.integers(0, number - 1)) if number else None
         logprobs = draw(st.lists(FLOAT32, min_size=1, max_size=5))
         size = len(logprobs)
+        context, messages = draw(IDS), draw(MESSAGES)
+        if turns and draw(st.booleans()):  # begins as an earlier conversation does
+            model = draw(st.sampled_from(turns))
+            whole = model.prompt_token_ids + model.completion_token_ids
+            context = [*whole[: draw(st.integers(0, len(whole)))], *context]
+            messages = [*model.messages, model.message, *messages]
         turns.append(
             Turn(
                 id=number,
@@ -49,22 +59,25 @@ def forests(draw: st.DrawFn) -> tuple[Turn, ...]:
                 fork_reason=draw(ANY_TEXT),
                 agent=draw(ANY_TEXT),
                 trainable=draw(st.booleans()),
-                new_messages=draw(MESSAGES),
+                new_messages=messages,
                 tools=draw(st.sampled_from(toolboxes)),
                 sampling=SamplingParams(
                     temperature=draw(st.sampled_from([0.5, 1.0])),
                     seed=draw(st.none() | st.integers(0, 2**64 - 1)),
                     stop=draw(st.lists(ANY_TEXT.filter(bool), max_size=2).map(tuple)),
+                    logit_bias=draw(st.sampled_from([(), ((1, 0.5), (7, -1.0))])),
                 ),
                 message={"role": "assistant", "content": draw(ANY_TEXT)},
                 finish_reason=draw(st.sampled_from(["stop", "length"])),
-                context_i32=pack_ints(draw(st.lists(INT32, max_size=5))),
-                completion_i32=pack_ints(draw(st.lists(INT32, min_size=size, max_size=size))),
+                context_i32=pack_ints(context),
+                completion_i32=pack_ints(draw(st.lists(IDS.filter(bool).map(min), min_size=size, max_size=size))),
                 logprobs_f32=pack_floats(logprobs),
                 version_spans=to_spans(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))),
                 reward=draw(st.none() | st.floats(allow_nan=False)),
                 seconds=draw(st.floats(0, 100)),
                 parent_turn=None if parent is None else turns[parent],
+                remarks=tuple(draw(st.lists(ANY_TEXT, max_size=2))),
+                digest=draw(st.binary(max_size=16)),
             )
         )
     return tuple(turns)
@@ -129,20 +142,108 @@ def one_turn(**changes: Any) -> Turn:
     return Turn(**{**fields, **changes})
 
 
+def linked(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The turns with ids and links to their parents."""
+    done: list[Turn] = []
+    for number, turn in enumerate(turns):
+        parent = None if turn.parent is None else done[turn.parent]
+        done.append(msgspec.structs.replace(turn, id=number, parent_turn=parent))
+    return tuple(done)
+
+
+def size(turns: Sequence[Turn]) -> int:
+    """Bytes of a trajectory, which also comes back as it was."""
+    trajectory = Trajectory(id="a", task=Task("q"), turns=linked(turns))
+    blob = encode_trajectory(trajectory)
+    assert decode_trajectory(blob) == trajectory
+    return len(blob)
+
+
 def test_what_turns_share_is_stored_once() -> None:
-    def size(turns: int) -> int:
+    def chain(turns: int) -> list[Turn]:
         schema = {"type": "function", "function": {"name": "t", "description": "d" * 10_000}}
         equal_tools = [(dict(schema),) for _ in range(turns)]  # equal, not identical
-        records = [one_turn(id=i, context_i32=pack_ints(range(10_000)) if i == 0 else b"") for i in range(turns)]
-        linked = [records[0]]
-        for number, turn in enumerate(records[1:], start=1):
-            linked.append(msgspec.structs.replace(turn, parent=number - 1, parent_turn=linked[-1]))
-        linked = [msgspec.structs.replace(t, tools=equal_tools[i]) for i, t in enumerate(linked)]
-        return len(encode_trajectory(Trajectory(id="a", task=Task("q"), turns=tuple(linked))))
+        root = one_turn(context_i32=pack_ints(range(10_000)), tools=equal_tools[0])
+        return [root, *(one_turn(parent=i - 1, context_i32=b"", tools=equal_tools[i]) for i in range(1, turns))]
 
     # The prompt is 40,000 bytes and the schema 10,000; nine further turns must add neither of them again.
-    assert 50_000 < size(1) < 51_000
-    assert size(10) < size(1) + 9 * 200
+    assert 50_000 < size(chain(1)) < 51_000
+    assert size(chain(10)) < size(chain(1)) + 9 * 100
+
+
+LONG = [n * 7919 % 32_000 for n in range(5000)]
+
+
+def long_messages(number: int) -> list[Any]:
+    return [{"role": "user", "content": f"{i} {'x' * 200}"} for i in range(number)]
+
+
+@pytest.mark.parametrize("parent", [None, 0], ids=["roots", "siblings"])
+def test_a_prompt_that_is_asked_fifty_times_is_stored_once(parent: int | None) -> None:
+    def asked(times: int) -> list[Turn]:
+        first = [] if parent is None else [one_turn()]
+        same = [one_turn(parent=parent, context_i32=pack_ints(LONG), new_messages=long_messages(90))] * times
+        return first + same
+
+    assert 38_000 < size(asked(1)) < 42_000
+    assert size(asked(50)) < size(asked(1)) + 49 * 100
+
+
+def test_a_history_that_is_edited_near_its_end_is_stored_once() -> None:
+    """Each root repeats all but the last 10 tokens and the last message of the one before, and goes on differently."""
+    roots = []
+    for i in range(50):
+        edited = [*LONG[: 4000 + 10 * i], *range(40_000 + 20 * i, 40_020 + 20 * i)]
+        messages = [*long_messages(50 + i), {"role": "user", "content": f"edit {i}"}]
+        roots.append(one_turn(context_i32=pack_ints(edited), new_messages=messages))
+    # per further root: 30 new prompt tokens and two new messages of 200 bytes
+    assert size(roots) < size(roots[:1]) + 49 * (30 * 4 + 400 + 100)
+
+
+def test_going_back_to_an_earlier_branch_is_stored_once() -> None:
+    """After 40 unrelated roots, a root that repeats the second turn of the first conversation, its reply included."""
+    unrelated = [one_turn(context_i32=pack_ints([50_000 + i, *LONG[i : i + 20]])) for i in range(40)]
+    start = [
+        one_turn(context_i32=pack_ints(LONG)),
+        one_turn(parent=0, context_i32=pack_ints(LONG[:100]), completion_i32=pack_ints([3])),
+    ]
+    whole = [*LONG, 3, *LONG[:100], 3]
+    back = one_turn(context_i32=pack_ints([*whole, 77]))
+    assert size([*start, *unrelated, back]) < size([*start, *unrelated]) + 100
+
+
+def test_a_turn_may_share_what_lies_in_the_middle_of_another() -> None:
+    """The second root samples what the first was given, and its child goes on as the first did."""
+    first = one_turn(context_i32=pack_ints([1, 2, 3, *LONG]))
+    second = one_turn(context_i32=pack_ints([1, 2]))
+    child = one_turn(parent=1, context_i32=pack_ints([*LONG[:4000], 9]))
+    assert size([first, second, child]) < size([first, second]) + 100
+
+
+@settings(deadline=None)
+@given(forests())
+def test_as_many_tokens_are_shared_as_any_earlier_turn_has(turns: tuple[Turn, ...]) -> None:
+    def common(a: list[int], b: list[int]) -> int:
+        return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+    tree = PrefixTree()
+    streams: list[list[int]] = []
+    for turn in turns:
+        prompt = turn.prompt_token_ids
+        start = len(prompt) - len(turn.context_i32) // 4
+        other, same = tree.add(turn)
+        assert same == max(0, *(common(prompt, stream) - start for stream in streams), 0)
+        assert (other == -1) == (same == 0)
+        if same:
+            assert streams[other][: start + same] == prompt[: start + same]
+        streams.append(prompt + turn.completion_token_ids)
+
+
+@pytest.mark.parametrize("ids", [b"\1", b"\1\0\0\0\2\0", b""])
+def test_ids_that_are_no_whole_numbers_come_back_as_they_are(ids: bytes) -> None:
+    """Such a record does not certify, which it can only say when it is read again."""
+    turn = one_turn(context_i32=ids, completion_i32=ids)
+    size([turn, turn, one_turn(parent=0, context_i32=ids + b"\3"), one_turn(parent=0, context_i32=ids + b"\3")])
 
 
 class Colour(enum.Enum):
@@ -256,7 +357,121 @@ def test_a_parent_that_does_not_exist_is_a_store_error() -> None:
         decode_trajectory(blob)
 
 
+def wire_of(*turns: Turn) -> Any:
+    """The fields of a blob, to damage."""
+    return msgspec.msgpack.decode(encode_trajectory(Trajectory(id="a", task=Task("q"), turns=linked(turns))))
+
+
+SHARED, ASKED, ANSWERED, DRAWN = range(17, 21)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (SHARED, [1, 1]),  # itself
+        (SHARED, [2, 1]),
+        (SHARED, [-1, 1]),
+        (SHARED, [0, 4]),  # the first turn has three tokens
+        (SHARED, [0, -1]),
+        (SHARED, [0, 2**62]),
+        (SHARED, [0]),
+        (SHARED, ["0", 1]),
+        (ASKED, [[0, 9]]),
+        (ASKED, [[1, 0]]),
+        (ASKED, [[-1, 1]]),
+        (ASKED, [[5, 6]]),
+        (ASKED, 3),
+        (ANSWERED, 2),
+        (ANSWERED, -1),
+        (DRAWN, 1),
+        (DRAWN, -1),
+    ],
+)
+def test_a_damaged_reference_is_a_store_error(field: int, value: Any) -> None:
+    wire = wire_of(one_turn(), one_turn())
+    assert wire[3][1][SHARED:] == [[0, 2], [[0, 1]], 1, 0]
+    assert decode_trajectory(msgspec.msgpack.encode(wire)).turns[1].prompt_token_ids == [1, 2]
+    wire[3][1][field] = value
+    with pytest.raises(StoreError, match="cannot be read"):
+        decode_trajectory(msgspec.msgpack.encode(wire))
+
+
+def test_a_reference_of_a_child_counts_from_the_end_of_its_parent() -> None:
+    wire = wire_of(one_turn(), one_turn(parent=0, context_i32=pack_ints([5])), one_turn(parent=0))
+    wire[3][2][SHARED] = [1, 2]
+    assert decode_trajectory(msgspec.msgpack.encode(wire)).turns[2].prompt_token_ids == [1, 2, 3, 5, 3, 1, 2]
+    wire[3][2][SHARED] = [1, 3]
+    with pytest.raises(StoreError, match="turn 2 begins with 3 tokens of turn 1"):
+        decode_trajectory(msgspec.msgpack.encode(wire))
+
+
+def test_parameters_that_are_not_valid_are_a_store_error() -> None:
+    wire = wire_of(one_turn())
+    wire[-1][0]["top_p"] = 7
+    with pytest.raises(StoreError, match="top_p=7"):
+        decode_trajectory(msgspec.msgpack.encode(wire))
+
+
+FORMAT_1 = """
++yE5;qi<|vl%a9Q6ag@JG%zqQFfcGMFfcGMFfcGMFfgHbfRmrVs%B|&b95kMVQg%qZDDC{!;ylda&K&9q;+#;a;IZ&ZggdCbk+iK?Vx}Fi>q{HZE$6BVRU
+tJWy?SC00000005<QZ*X65%Rle{000000Ht(qa9?WxrEO_$UvSF+0000000026aB^jHWo~0-
+UvOn^VQh4H%K!iX000000I_CrWpQ<7Zew|0aAj^`Y;<|c0000000000vT|i`WprtDX>V>{aAj^`Y;<|cKkxtm00000s%&p(X>?y=X<>7as%>F-
+UvzJ4Wo~oL0sy3QbZ>Bxp?IWoWo2Xof~0b9Y-
+Ooob8~5PbYX6Er(<t!bY*UIqG2$kb98TT#0UWZ00062006`Y0{{R31ONa4#0UTY0KWhL0Kbuw0ssQQ%K!iX000000G|M$q-
+|koZo`p+q;hX;Wu$d;WpbxuZ*FvDZgiw=Z*pY-
+i>q{HZE$6BVRUtJWy?SC00000005<QZ*X65%Rle{000000Ht(qa9?WxrEO_$UvSF+0000000026aB^jHWo~0-
+UvOn^VQh4H%K!iX000000I_CrWpQ<7Zew|0aAj^`Y;<|c0000000000vT|i`WprtDX>V>{aAj^`Y;<|cKkxtm00000s%&p(X>?y=X<>7as%>F-
+UvzJ4Wo~oL0sy3QbZ>Bxp?IWoWo2Xof~0b9Y-
+Ooob8~5PbYX6Er(<t!bY*UIqG2(lb98TT!~_KZ006`U1^@s6!~_5U0Kbuw0ssNaKi~iW00000%K!iX000000H46Mb75^|AaHVTZE$oTVRImKb#iVXFr{X1
+a%(Zdk%FXhZ)|0xb#rBMr(<t!bY*UI)&g<upnw32t8`^;aAk5~bairN%Rle{000000Ht(qa9?oCKkxtm00000rF3s_UuyuRZE0>_aLWJy00000006LXa%F
+R6ZewL%aAj^`Y;<|c0000000000v1W2*adl;GV|ib2Wo}_?ba~4F0000000028a%FI3bZK;HZ*E_3Wo}_?ba~4^@Bjb+00020Y;R|2bYEg=VRMkGZDDv{b
+Z={AZgb570HkwtZ*Y;Jc%*Y>Wn=?_q;hX;WvO9vb7^yQVQzG%V{dMBWo~q$VKSt1bZ>CP2mt^900IC20K^0b0002Q1ONa4zmbyy00F?u0000000000k&%L
+=ba`-PsAhF;V{~b6Zm4E;Zew(5Z*GC4ZeeX@p>(2eYs)|I00000004l1z<`jzpr8N%0Ht(tVQFs5KokG~00000%K!iX0000000
+"""
+
+
+def test_a_blob_of_format_1_can_be_read() -> None:
+    """Every turn with its whole prompt, messages and sampling parameters; the remarks and digests came later."""
+    blob = base64.b85decode("".join(FORMAT_1.split()))
+    assert msgspec.msgpack.decode(blob)[0] == 1
+    old = decode_trajectory(blob)
+    sampling = SamplingParams(stop=("x",), seed=3)
+    first = one_turn(
+        new_messages=[{"role": "user", "content": "q\ud800"}],
+        tools=({"type": "function", "function": {"name": "t"}},),
+        sampling=sampling,
+        message={"role": "assistant", "content": "a0"},
+        completion_i32=pack_ints([3, 4]),
+        logprobs_f32=pack_floats([-0.5, -0.5]),
+        version_spans=((2, 0, 2),),
+    )
+    one_token: dict[str, Any] = {"logprobs_f32": pack_floats([-0.5]), "version_spans": ((2, 0, 1),)}
+    second = msgspec.structs.replace(
+        first,
+        parent=0,
+        fork_reason="",
+        new_messages=[{"role": "user", "content": "more"}],
+        message={"role": "assistant", "content": "a1"},
+        context_i32=pack_ints([5]),
+        completion_i32=pack_ints([6]),
+        reward=0.5,
+        **one_token,
+    )
+    third = msgspec.structs.replace(
+        first,
+        fork_reason="same prompt as turn 0",
+        agent="fork1",
+        trainable=False,
+        message={"role": "assistant", "content": "a2"},
+        completion_i32=pack_ints([7]),
+        **one_token,
+    )
+    task = Task("q", answer=2**70, id="x")
+    assert old == Trajectory(id="old", task=task, turns=linked([first, second, third]), reward=1.0, started=5.0)
+    assert decode_trajectory(encode_trajectory(old)) == old
+
+
 def test_a_newer_format_is_named() -> None:
     fields = msgspec.msgpack.decode(encode_trajectory(Trajectory(id="abc", task=Task("q"))))
-    with pytest.raises(StoreError, match="abc: format 2"):
-        decode_trajectory(msgspec.msgpack.encode([2, *fields[1:]]))
+    with pytest.raises(StoreError, match="abc: format 3"):
+        decode_trajectory(msgspec.msgpack.encode([3, *fields[1:]]))

@@ -480,15 +480,15 @@ def test_what_does_not_certify_is_recorded_and_never_trained(
     pocket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Certificates of the first sibling of each group fail, as they would for a torn record."""
-    from molt_sdk import graph
+    from molt_sdk import certificate
 
-    certify = graph.certify
+    certify = certificate.certify
 
     def strict(trajectory: molt.Trajectory) -> Any:
         found = certify(trajectory)
         return msgspec.structs.replace(found, problems=("torn",)) if trajectory.index == 0 else found
 
-    monkeypatch.setattr(graph, "certify", strict)
+    monkeypatch.setattr(certificate, "certify", strict)
     config = molt.FitConfig(max_uncertified=0.5)
     run = fit(pocket, tmp_path / "run", steps=2, config=config)
     assert {t.index for step in run.batches for g in run.groups(step) for t in g} == {1, 2, 3}

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import molt_sdk as molt
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
-from molt_sdk.testing import Script, ScriptedEngine
-
-END = 258
 
 
 def link(turns: Sequence[molt.Turn]) -> tuple[molt.Turn, ...]:
@@ -104,6 +96,14 @@ def test_replies_that_were_given_up_on_are_not_trained() -> None:
     assert [sample.token_ids for sample in credited.samples()] == [[1, 6, 2, 3], [1, 7]]
     other_agent = trajectory(*same[:2], turn(2, None, [1], [7], agent="critic"), turn(3, 1, [2], [3]))
     assert [sample.token_ids for sample in other_agent.samples()] == [[1, 6, 2, 3], [1, 7]]
+
+
+def test_a_reply_that_was_given_up_on_has_no_row_of_its_own() -> None:
+    """Turn 1 is the first leaf under turn 0, which is trained in the row of turn 3."""
+    tree = trajectory(turn(0, None, [1], [2]), turn(1, 0, [3], [4]), turn(2, 0, [3], [5]), turn(3, 2, [6], [7]))
+    assert rows(tree) == [([1, 2, 3, 5, 6, 7], [0, 1, 0, 1, 0, 1], [-1, 0, -1, 2, -1, 3])]
+    certificate = tree.certify()
+    assert (certificate.ok, certificate.trained_tokens, certificate.abandoned_tokens) == (True, 3, 1)
 
 
 def test_temperatures_and_versions_follow_their_turn() -> None:
@@ -200,127 +200,3 @@ def test_a_link_to_a_forged_parent_does_not_certify() -> None:
     second = msgspec.structs.replace(good.turns[2], parent_turn=first)
     certificate = msgspec.structs.replace(good, turns=(good.turns[0], first, second)).certify()
     assert certificate.problems == ("turn 1: its prompt is built on a record that is not turn 0",)
-
-
-# --- any agent --------------------------------------------------------------------------------------------------------
-
-Step = tuple[str, int, int]
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["more", "more", "more", "retry", "edit", "cut", "fork", "blind", "both", "raw", "credit", "new"]
-        ),
-        st.integers(0, 3),
-        st.integers(0, 5),
-    ),
-    min_size=1,
-    max_size=14,
-)
-
-
-class Diary:
-    """An engine's replies, and what it really sampled under which prompt."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.sampled: list[tuple[list[int], list[int]]] = []
-
-    def __call__(self, prompt: list[int], sampling: molt.SamplingParams) -> Script:
-        kind = self.random.randrange(5)
-        ids = [self.random.randrange(97, 100) for _ in range(self.random.randint(0, 2))]
-        if kind == 0:
-            ids += [0xC3, 257]  # half a character and a control token in the middle
-        cut = kind == 1
-        ids += [self.random.randrange(256)] if cut else [END]
-        self.sampled.append((prompt, ids))
-        versions = sorted(self.random.randrange(3) for _ in ids)
-        return Script(token_ids=ids, finish_reason="length" if cut else "stop", versions=versions)
-
-
-def agent_of(steps: Sequence[Step]) -> Callable[[Any, molt.Model], Any]:
-    """A policy that does these steps to a few conversations, each with a handle of its own or of its parent."""
-
-    async def policy(task: molt.Task, model: molt.Model) -> None:
-        conversations: list[tuple[molt.Model, list[Any]]] = [(model, [{"role": "user", "content": "q"}])]
-
-        async def ask(index: int) -> molt.Reply:
-            handle, history = conversations[index]
-            return await handle.chat(list(history))
-
-        for kind, which, salt in steps:
-            index = which % len(conversations)
-            handle, history = conversations[index]
-            if kind == "more":
-                reply = await ask(index)
-                history += [reply.message, {"role": "user", "content": f"m{salt}"}]
-            elif kind == "retry":
-                await ask(index)
-                await ask(index)
-            elif kind == "both":
-                replies = await asyncio.gather(*(ask(i) for i in range(len(conversations))))
-                history.append(replies[index].message)
-            elif kind == "edit":
-                history[salt % len(history)] = {"role": "user", "content": f"edited{salt}"}
-            elif kind == "cut" and len(history) > 1:
-                del history[salt % len(history)]
-            elif kind in ("fork", "blind"):
-                conversations.append((handle.fork(trainable=kind == "fork"), list(history)))
-            elif kind == "raw":
-                await handle.complete([1, 2, salt])
-            elif kind == "credit":
-                (await ask(index)).reward(salt)
-            elif kind == "new":
-                conversations.append((handle, [{"role": "system", "content": f"s{salt}"}]))
-
-    return policy
-
-
-@settings(max_examples=60, deadline=None)
-@given(steps=STEPS, seed=st.integers(0, 1000))
-def test_whatever_an_agent_does_each_token_is_trained_once_under_its_prompt(
-    pocket: str, steps: list[Step], seed: int
-) -> None:
-    diary = Diary(seed)
-    engine = ScriptedEngine(pocket, diary)
-    (group,) = molt.rollout(agent_of(steps), [{"prompt": "q"}], engine=engine)
-    (trajectory,) = group.trajectories
-    assert trajectory.error is None, trajectory.error
-    certificate = trajectory.certify()
-    assert certificate.ok, certificate.problems
-
-    # the record holds what the engine sampled: every call, no other call, under the prompt that it was given
-    recorded = Counter(str((t.prompt_token_ids, t.completion_token_ids)) for t in trajectory.turns)
-    assert recorded == Counter(map(str, diary.sampled))
-
-    # each masked token belongs to one call and is preceded by that call's whole prompt
-    trained: Counter[tuple[int, int]] = Counter()
-    for sample in trajectory.samples():
-        ids, owners, mask = sample.token_ids, sample.turn_ids, sample.loss_mask
-        assert any(mask)
-        for position, owner in enumerate(owners):
-            if not mask[position]:
-                continue
-            turn = trajectory.turns[owner]
-            offset = position - owners.index(owner)
-            assert ids[: owners.index(owner)] == turn.prompt_token_ids
-            assert ids[position] == turn.completion_token_ids[offset]
-            assert sample.rollout_logprobs[position] == turn.logprobs[offset]
-            assert sample.versions[position] == turn.versions[offset]
-            trained[owner, offset] += 1
-    assert set(trained.values()) <= {1}
-    by_turn = Counter(owner for owner, _ in trained)
-    skipped = [t for t in trajectory.turns if not by_turn[t.id]]
-    assert all(by_turn[t.id] in (0, len(t.completion_token_ids)) for t in trajectory.turns)
-
-    # what is not trained was not trainable, or is one of several replies to a prompt of which another went on
-    parents = {t.parent for t in trajectory.turns}
-    for t in skipped:
-        assert not t.trainable or any(
-            o.id in parents and o.agent == t.agent and o.prompt_token_ids == t.prompt_token_ids
-            for o in trajectory.turns
-            if o.id != t.id
-        )
-    abandoned = sum(len(t.completion_token_ids) for t in skipped if t.trainable)
-    assert (certificate.trained_tokens, certificate.abandoned_tokens) == (len(trained), abandoned)
-    for t in trajectory.turns:
-        assert (t.parent is None) == bool(t.fork_reason)

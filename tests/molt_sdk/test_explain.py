@@ -1,0 +1,142 @@
+"""A trajectory in words: where segments and branches start and why, and what is trained of them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+import molt_sdk as molt
+from molt_sdk.show import show_trajectory
+from molt_sdk.testing import ScriptedEngine
+
+Q = len("^user\nq$\n^assistant\n")  # tokens of a first prompt: one per byte and control token
+MORE = len("\n^user\nx$\n^assistant\n")  # and of what one more user message adds
+
+
+def user(text: str) -> molt.Message:
+    return {"role": "user", "content": text}
+
+
+def recorded(pocket: str, policy: Any, *replies: str) -> molt.Trajectory:
+    (group,) = molt.rollout(policy, [{"prompt": "q"}], engine=ScriptedEngine(pocket, list(replies)))
+    (trajectory,) = group.trajectories
+    assert trajectory.error is None, trajectory.error
+    return trajectory
+
+
+def test_a_chain_is_one_segment(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        reply = await model.chat("q")
+        await model.chat([*reply.messages, user("x")])
+
+    explanation = recorded(pocket, policy, "a", "b").explain()
+    (segment,) = explanation.segments
+    assert (segment.turns, segment.agents, segment.rows) == ((0, 1), ("main",), 1)
+    assert (segment.trained_tokens, segment.context_tokens, segment.abandoned_tokens) == (4, Q + MORE, 0)
+    assert (segment.shared_turn, segment.shared_tokens) == (None, 0)
+    assert str(explanation).splitlines() == [
+        f"turns 0-1 (main): 4 tokens trained, {Q + MORE} context, 1 row",
+        "  turn 0 starts a new segment: first call",
+    ]
+
+
+def test_branches_say_why(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        first = await model.chat("q")
+        replies = [await model.chat([*first.messages, user("x")]) for _ in range(4)]
+        replies[3].reward(0.5)
+        await model.chat([*replies[1].messages, user("y")])
+        await model.chat([*first.messages, user("z")])
+        await model.fork("critic", trainable=False).chat([*first.messages, user("x")])
+        await model.fork("judge", trainable=False).chat([*first.messages, user("w")])
+
+    # every reply is a letter and the end of the turn
+    (segment,) = recorded(pocket, policy, *"abcdefghi").explain().segments
+    assert segment.rows == 3  # that end with turns 4, 5 and 6
+    assert (segment.trained_tokens, segment.abandoned_tokens) == (5 * 2, 2 * 2)
+    assert segment.context_tokens == Q + 8 * MORE + 2 * 2
+    assert segment.events == (
+        "turn 0 starts a new segment: first call",
+        "turns 2-4, 7 branch from turn 0: the prompt of turn 1 was asked again",
+        "turn 6 branches from turn 0: other messages follow than in turn 1",
+        "turn 8 branches from turn 0: agent judge goes on from there",
+        "turns 1, 3 were abandoned: turn 2, a reply to the same prompt, was continued, and no reward was given here",
+        "not trained, as critic and judge is not trainable: turns 7-8",
+    )
+    assert str(segment).startswith("turns 0-8 (main, critic, judge): 10 tokens trained, ")
+    assert ", 4 abandoned, 3 rows\n" in str(segment)
+
+
+def test_best_of_n_at_the_first_call_shares_its_prompt(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        replies = [await model.chat("q") for _ in range(3)]
+        await model.chat([*replies[1].messages, user("x")])
+
+    segments = recorded(pocket, policy, *"abcd").explain().segments
+    assert [segment.turns for segment in segments] == [(0,), (1, 3), (2,)]
+    assert [(segment.shared_turn, segment.shared_tokens) for segment in segments] == [(None, 0), (0, Q), (0, Q)]
+    assert [segment.rows for segment in segments] == [0, 1, 0]
+    assert f"all {Q} prompt tokens are those of turn 0, stored once" in segments[2].events
+    assert segments[0].events[-1].startswith("turn 0 was abandoned: turn 1, a reply to the same prompt")
+
+
+def test_a_new_root_names_its_reason_and_what_it_shares(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        reply = await model.chat("q")
+        await model.chat([*reply.messages, user("x")])
+        await model.chat([user("q"), {"role": "assistant", "content": "A"}, user("x")])
+        await model.complete([7])
+
+    trajectory = recorded(pocket, policy, *"abcd")
+    _, edited, raw = trajectory.explain().segments
+    third = trajectory.turns[2]
+    assert "message 1" in third.fork_reason
+    assert edited.events == (
+        f"turn 2 starts a new segment: {third.fork_reason}",
+        f"the first {Q} of its {len(third.prompt_token_ids)} prompt tokens are those of turn 0, stored once",
+    )
+    assert (edited.shared_turn, edited.shared_tokens) == (0, Q)
+    assert raw.events == ("turn 3 starts a new segment: raw completion",)
+
+
+def test_a_prompt_that_could_not_be_continued_reads_as_one_sentence(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        await model.chat("q")
+        await model.chat("x")
+
+    trajectory = recorded(pocket, policy, *"ab")
+    why = "cannot continue turn 0: the chat template dropped the reasoning of message 1:\n'hm'"
+    second = msgspec.structs.replace(trajectory.turns[1], fork_reason=why)
+    trajectory = msgspec.structs.replace(trajectory, turns=(trajectory.turns[0], second))
+    assert trajectory.explain().segments[1].events[0] == (
+        "turn 1 starts a new segment and does not continue turn 0: the chat template dropped the reasoning of "
+        "message 1:\n'hm'"
+    )
+
+
+def test_a_trajectory_without_turns_is_explained() -> None:
+    explanation = molt.Trajectory(id="t", task=molt.Task("q")).explain()
+    assert (explanation.segments, str(explanation)) == ((), "the model was never called")
+
+
+@pytest.mark.parametrize("remarks", [(), ("call 1: arguments were \x1b[31ma JSON string", "renamed id 0 to call_0")])
+def test_show_prints_remarks_and_the_explanation(pocket: str, remarks: tuple[str, ...]) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        await model.chat("q")
+
+    trajectory = recorded(pocket, policy, "a")
+    turn = msgspec.structs.replace(trajectory.turns[0], remarks=remarks)
+    out = io.StringIO()
+    show_trajectory(msgspec.structs.replace(trajectory, turns=(turn,)), Console(file=out, width=200))
+    lines = out.getvalue().splitlines()
+    at = lines.index("assistant: a")
+    assert lines[at + 1 : -3] == [f"  {remark}".replace("\x1b", "\\x1b") for remark in remarks]
+    assert lines[-3:] == [
+        f"turn 0 (main): 2 tokens trained, {Q} context, 1 row",
+        "  turn 0 starts a new segment: first call",
+        f"2 trained tokens, {Q} context tokens; exact",
+    ]
