@@ -1,24 +1,36 @@
-"""The turn forest of one trajectory: lineage while it is recorded, training rows and certificate afterwards.
+"""Lineage of the turns of one trajectory while it is recorded: which turn a request extends, or why none.
 
 Lineage rule: a request may extend an earlier turn whose messages + reply are a prefix of the request's messages (in
 canonical form: text joined, arguments as parsed JSON, reasoning left out); the longest wins, ties go to the newest. The
 match is only a candidate: the new prompt is the parent's ids plus a bridge verified on the template, else a new root.
+
+A conversation that grows is held once, for all turns along it, and what a request repeats of it is recognised by plain
+comparison: reading one more message costs the same at the end of a long conversation as at its start.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from molt_sdk.messages import first_difference, parsed_arguments, shown_difference
-from molt_sdk.packed import pack_floats
-from molt_sdk.types import Certificate, Message, Sample, Trajectory, Turn
+from molt_sdk.messages import (
+    first_difference,
+    match_results,
+    normalize_one,
+    parsed_arguments,
+    settled,
+    shown_difference,
+)
+from molt_sdk.rendering.window import Window
+from molt_sdk.types import Message, Turn
 
 COMPARED = 32
-"""Latest turns that a new root is compared with; keeps the cost of explaining it apart from the trajectory's length."""
+"""Latest turns that a request is compared with; keeps the cost of one call apart from the trajectory's length."""
 
 
 def canonical(message: Message) -> bytes:
@@ -37,51 +49,170 @@ def extend_key(key: bytes, message: Message) -> bytes:
     return hashlib.blake2b(key + canonical(message), digest_size=16).digest()
 
 
-def prefix_keys(messages: Sequence[Message]) -> list[bytes]:
-    """One key per non-empty prefix of the conversation."""
-    return list(itertools.accumulate(messages, extend_key, initial=b""))[1:]
+class Request(NamedTuple):
+    """The messages of one call, read."""
+
+    given: list[Any]
+    """As the user gave them, in objects of their own."""
+    messages: list[Message]
+    """The same, well-formed."""
+    keys: list[bytes]
+    """One per non-empty prefix of the messages."""
+
+
+class Conversation:
+    """Messages and token ids that grow turn by turn. It is shared: what a turn covers is a prefix of it."""
+
+    def __init__(self, request: Request, token_ids: list[int]) -> None:
+        self.given = request.given
+        self.messages = request.messages
+        self.keys = request.keys
+        self.token_ids = token_ids
+
+    def branch(self, messages: int, tokens: int) -> Conversation:
+        """A prefix of it, to grow on its own."""
+        request = Request(self.given[:messages], self.messages[:messages], self.keys[:messages])
+        return Conversation(request, self.token_ids[:tokens])
+
+
+class Node(NamedTuple):
+    """A turn, and the part of a conversation that ends with its reply."""
+
+    turn: Turn
+    conversation: Conversation
+    messages: int
+    """Messages up to its reply."""
+    tokens: int
+    """Prompt + completion."""
+    window: Window
+    """What decides how a template continues the messages before the reply."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A new list of its prompt + completion."""
+        return self.conversation.token_ids[: self.tokens]
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        return self.conversation.keys
 
 
 class Lineage:
-    """Finds the turn that a request may extend."""
+    """The turns of one trajectory as conversations."""
 
     def __init__(self) -> None:
-        self._turns_by_conversation: defaultdict[bytes, list[Turn]] = defaultdict(list)
+        self._nodes: list[Node] = []
+        self._nodes_by_key: defaultdict[bytes, list[Node]] = defaultdict(list)
 
-    def add(self, turn: Turn, request_keys: Sequence[bytes]) -> None:
-        """Remember ``turn`` under its conversation with the reply; ``request_keys`` are those of its request."""
-        self._turns_by_conversation[extend_key(request_keys[-1], turn.message)].append(turn)
+    def read(self, messages: Sequence[Any], place: str) -> Request:
+        """Well-formed messages with their keys. What an earlier conversation holds already is not read again.
 
-    def candidate(self, keys: Sequence[bytes], visible: Callable[[Turn], bool]) -> tuple[Turn, int] | None:
-        """(turn, messages that it covers) of the longest visible match, the newest on a tie."""
-        for length in range(len(keys), 0, -1):
-            for turn in reversed(self._turns_by_conversation.get(keys[length - 1], ())):
-                if visible(turn):
-                    return turn, length
+        Raises RequestError naming the message and what is wrong with it.
+        """
+        known, same = self._repeated(messages)
+        same = settled(known.messages, same) if known else 0
+        given = known.given[:same] if known else []
+        clean = known.messages[:same] if known else []
+        for i in range(same, len(messages)):
+            clean.append(normalize_one(messages[i], f"{place}: message {i}"))
+            given.append(_owned(messages[i]))
+        clean = match_results(clean, place, same)
+        keys = known.keys[:same] if known else []
+        start = keys[-1] if keys else b""
+        keys += itertools.islice(itertools.accumulate(clean[same:], extend_key, initial=start), 1, None)
+        return Request(given, clean, keys)
+
+    def _repeated(self, messages: Sequence[Any]) -> tuple[Conversation | None, int]:
+        """The conversation of which the request repeats most, and how many messages; only the latest are looked at."""
+        best: Conversation | None = None
+        most = 0
+        seen: set[int] = set()
+        for node in reversed(self._nodes[-COMPARED:]):
+            known = node.conversation
+            if id(known) in seen:
+                continue
+            seen.add(id(known))
+            length = min(len(known.given), len(messages))
+            if length > most and _same(known.given[most : most + 1], messages[most : most + 1]):
+                same = _same(known.given[:length], messages[:length])
+                if same > most:
+                    best, most = known, same
+        return best, most
+
+    def add(self, turn: Turn, parent: Node | None, request: Request, token_ids: list[int], window: Window) -> None:
+        """Remember ``turn``; ``token_ids`` are its prompt + completion after those of its parent."""
+        covered = len(request.messages)
+        if parent is None:
+            conversation = Conversation(Request(*map(list, request)), token_ids)
+        else:
+            conversation = parent.conversation
+            if len(conversation.messages) > parent.messages:  # another turn went on from there
+                conversation = conversation.branch(parent.messages, parent.tokens)
+            conversation.given += request.given[parent.messages :]
+            conversation.messages += request.messages[parent.messages :]
+            conversation.keys += request.keys[parent.messages :]
+            conversation.token_ids += token_ids
+        conversation.given.append(_owned(turn.message))
+        conversation.messages.append(turn.message)
+        conversation.keys.append(extend_key(request.keys[-1], turn.message))
+        node = Node(turn, conversation, covered + 1, len(conversation.token_ids), window)
+        self._nodes.append(node)
+        self._nodes_by_key[conversation.keys[-1]].append(node)
+
+    def candidate(self, keys: Sequence[bytes], visible: Callable[[Turn], bool]) -> Node | None:
+        """The node of the longest visible match, the newest on a tie."""
+        for key in reversed(keys):
+            for node in reversed(self._nodes_by_key.get(key, ())):
+                if visible(node.turn):
+                    return node
         return None
 
+    def explain_new_root(self, request: Request, visible: Callable[[Turn], bool]) -> str:
+        """Why a request extends no turn: the first message in which it differs from the closest of the latest."""
+        nodes = [node for node in self._nodes[-COMPARED:] if visible(node.turn)]
+        if not nodes:
+            return "first call"
+        asked = len(request.messages)
 
-def explain_new_root(messages: Sequence[Message], turns: Sequence[Turn]) -> str:
-    """Why a request extends none of ``turns``: the first message in which it differs from the closest of the latest."""
-    if not turns:
-        return "first call"
-    request = [canonical(m) for m in messages]
-    closest, best_turn = (-1, False), turns[-1]
-    for turn in reversed(turns[-COMPARED:]):
-        same = first_difference([canonical(m) for m in (*turn.messages, turn.message)], request)
-        rank = (same, same == len(request) == len(turn.messages))
-        if rank > closest:
-            closest, best_turn = rank, turn
-    conversation = [*best_turn.messages, best_turn.message]
-    best = closest[0]
-    if best >= len(request):
-        if len(request) == len(conversation) - 1:
-            return f"same prompt as turn {best_turn.id}"
-        return f"history of turn {best_turn.id} was cut to its first {len(request)} messages"
-    return f"differs from turn {best_turn.id}: {_difference(best, conversation[best], messages[best])}"
+        def rank(node: Node) -> tuple[int, bool]:
+            same = _common(node.keys[: node.messages], request.keys)
+            return same, same == asked == node.messages - 1
+
+        closest = max(reversed(nodes), key=rank)
+        same, repeated = rank(closest)
+        turn = closest.turn.id
+        if repeated:
+            return f"same prompt as turn {turn}"
+        if same >= asked:
+            return f"history of turn {turn} was cut to its first {asked} messages"
+        return f"differs from turn {turn}: {_difference(same, closest, request.messages[same])}"
 
 
-def _difference(index: int, before: Message, after: Message) -> str:
+def _owned(given: Any) -> Any:
+    """A copy that stays the same whatever the user does to the original."""
+    if isinstance(given, dict):
+        return {key: value if type(value) is str else _owned(value) for key, value in given.items()}
+    return [_owned(item) for item in given] if isinstance(given, list | tuple) else given
+
+
+def _same(known: Sequence[Any], messages: Sequence[Any]) -> int:
+    """How many leading messages are equal. What cannot be compared differs."""
+    try:
+        return len(known) if known == messages else first_difference(known, messages)
+    except Exception:  # the comparison of an object that a user put into a message
+        return 0
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many leading keys are equal. Keys are chained: where two differ, all later ones do."""
+    shorter = range(min(len(one), len(other)))
+    return bisect.bisect_left(shorter, True, key=lambda i: one[i] != other[i])
+
+
+def _difference(index: int, closest: Node, after: Message) -> str:
+    if index >= closest.messages:
+        return f"message {index} follows a reply that cannot be continued"
+    before = closest.conversation.messages[index]
     if before["role"] != after["role"]:
         return f"message {index} changed its role from {before['role']} to {after['role']}"
     old, new = str(before.get("content") or ""), str(after.get("content") or "")
@@ -89,156 +220,3 @@ def _difference(index: int, before: Message, after: Message) -> str:
         at = first_difference(old, new)
         return f"message {index} ({after['role']}) changed at character {at}: {shown_difference(old, new, at)}"
     return f"message {index} ({after['role']}) has other tool calls or another tool_call_id"
-
-
-def children_of(turns: Sequence[Turn]) -> dict[int | None, list[Turn]]:
-    """Turns by parent id (None: roots), each list in the order of the record."""
-    children: dict[int | None, list[Turn]] = {}
-    for turn in turns:
-        children.setdefault(turn.parent, []).append(turn)
-    return children
-
-
-def leaf_paths(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Paths root to leaf, depth first, children in the order of the record."""
-    children = children_of(turns)
-    stack = [[root] for root in reversed(children.get(None, []))]
-    while stack:
-        path = stack.pop()
-        below = children.get(path[-1].id)
-        if below:
-            stack += [[*path, child] for child in reversed(below)]
-        else:
-            yield path
-
-
-def abandoned_turns(trajectory: Trajectory) -> set[int]:
-    """Best of n: where one of several replies to one prompt is continued, the childless others without a reward of
-    their own are not trained."""
-    children = children_of(trajectory.turns)
-    abandoned: set[int] = set()
-    for siblings in children.values():
-        by_prompt: defaultdict[tuple[str, bytes], list[Turn]] = defaultdict(list)
-        for turn in siblings:
-            by_prompt[turn.agent, turn.context_i32].append(turn)
-        for same in by_prompt.values():
-            if len(same) > 1 and any(children.get(turn.id) for turn in same):
-                given_up = (t for t in same if t.trainable and t.reward is None and not children.get(t.id))
-                abandoned |= {turn.id for turn in given_up}
-    return abandoned
-
-
-def samples(trajectory: Trajectory) -> list[Sample]:
-    """One row per leaf of the turn forest that trains at least one token; each sampled token is trained once."""
-    return _rows(trajectory, abandoned_turns(trajectory))
-
-
-def _rows(trajectory: Trajectory, abandoned: set[int]) -> list[Sample]:
-    trained: set[int] = set()
-    rows = []
-    for path in leaf_paths(trajectory.turns):
-        fresh = {t.id for t in path if t.trainable and t.id not in trained and t.id not in abandoned}
-        if fresh:
-            rows.append(_row(trajectory.id, path, fresh))
-            trained |= fresh
-    return rows
-
-
-def _row(trajectory_id: str, path: Sequence[Turn], trained: set[int]) -> Sample:
-    ids, mask, logprobs = bytearray(), bytearray(), bytearray()
-    versions: list[tuple[int, int, int]] = []
-    turn_spans: list[tuple[int, int, int]] = []
-    temperatures = bytearray()
-    for turn in path:
-        context, completion = len(turn.context_i32) // 4, len(turn.completion_i32) // 4
-        start = len(mask)
-        ids += turn.context_i32 + turn.completion_i32
-        mask += bytes(context) + (b"\1" if turn.id in trained else b"\0") * completion
-        logprobs += bytes(4 * context) + turn.logprobs_f32
-        middle = start + context
-        if context:
-            versions.append((-1, start, middle))
-            turn_spans.append((-1, start, middle))
-        versions += [(v, middle + a, middle + b) for v, a, b in turn.version_spans]
-        turn_spans.append((turn.id, middle, middle + completion))
-        temperatures += pack_floats([1.0]) * context + pack_floats([turn.sampling.temperature]) * completion
-    return Sample(
-        trajectory_id=trajectory_id,
-        token_ids_i32=bytes(ids),
-        loss_mask_u8=bytes(mask),
-        logprobs_f32=bytes(logprobs),
-        version_spans=tuple(versions),
-        turn_spans=tuple(turn_spans),
-        temperatures_f32=bytes(temperatures),
-    )
-
-
-def certify(trajectory: Trajectory) -> Certificate:
-    """Check structure from the record alone: links, lengths, versions, and that the rows train each trainable sampled
-    token exactly once under exactly the prompt that its call recorded. The truth of the logprobs is not checked."""
-    problems = [problem for i, turn in enumerate(trajectory.turns) for problem in _turn_problems(trajectory, i, turn)]
-    abandoned = abandoned_turns(trajectory) if not problems else set()
-    rows = _rows(trajectory, abandoned) if not problems else []
-    by_id = {turn.id: turn for turn in trajectory.turns}
-    seen: dict[int, int] = defaultdict(int)
-    context = trained = 0
-    for row in rows:
-        mask, ids = row.loss_mask_u8, row.token_ids_i32
-        trained += sum(mask)
-        context += len(mask) - sum(mask)
-        for turn_id, start, end in row.turn_spans:
-            if turn_id < 0:
-                if any(mask[start:end]):
-                    problems.append(f"context tokens {start}..{end} of a sample are trained")
-                continue
-            turn = by_id[turn_id]
-            if ids[: 4 * start] != turn.prompt_i32 or ids[4 * start : 4 * end] != turn.completion_i32:
-                problems.append(f"turn {turn_id}: the sample does not show the recorded prompt + completion")
-            seen[turn_id] += sum(mask[start:end])
-    if not problems:
-        for turn in trajectory.turns:
-            expected = 0 if not turn.trainable or turn.id in abandoned else len(turn.completion_i32) // 4
-            if seen[turn.id] != expected:
-                problems.append(f"turn {turn.id}: {seen[turn.id]} tokens trained, {expected} were to be")
-    return Certificate(
-        trained_tokens=trained,
-        context_tokens=context,
-        abandoned_tokens=sum(len(by_id[i].completion_i32) // 4 for i in abandoned),
-        problems=tuple(problems),
-    )
-
-
-def _turn_problems(trajectory: Trajectory, index: int, turn: Turn) -> Iterator[str]:
-    where = f"turn {turn.id}"
-    if turn.id != index:
-        yield f"turn at index {index} has id {turn.id}"
-        return
-    if turn.parent is None:
-        if turn.parent_turn is not None:
-            yield f"{where}: a root with a parent record"
-        if not turn.fork_reason:
-            yield f"{where}: a root without a fork_reason"
-    elif not 0 <= turn.parent < index:
-        yield f"{where}: parent {turn.parent} is not an earlier turn"
-        return
-    elif turn.parent_turn is not trajectory.turns[turn.parent]:
-        yield f"{where}: its prompt is built on a record that is not turn {turn.parent}"
-        return
-    if any(len(data) % 4 for data in (turn.context_i32, turn.completion_i32, turn.logprobs_f32)):
-        yield f"{where}: token ids or logprobs are not whole 4-byte numbers"
-        return
-    count = len(turn.completion_i32) // 4
-    if count == 0 or (turn.parent is None and not turn.context_i32):
-        yield f"{where}: empty prompt or completion"
-    if len(turn.logprobs_f32) != len(turn.completion_i32):
-        yield f"{where}: {len(turn.logprobs_f32) // 4} logprobs for {count} tokens"
-    elif any(not -9999.0 < value <= 1e-3 for value in turn.logprobs):
-        yield f"{where}: a logprob is missing, NaN or positive"
-    expected = 0
-    for version, start, end in turn.version_spans:
-        if start != expected or end <= start or version < 0:
-            yield f"{where}: version spans {turn.version_spans} do not cover {count} tokens in order"
-            return
-        expected = end
-    if expected != count:
-        yield f"{where}: version spans cover {expected} of {count} tokens"

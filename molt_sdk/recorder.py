@@ -11,14 +11,17 @@ from typing import Any
 import anyio
 import msgspec
 
+from molt_sdk.certificate import turn_digest
 from molt_sdk.engines.base import Engine, GenerateRequest, Generation, check_generation
 from molt_sdk.errors import ContextLengthError, EngineError, ModelClosedError, MoltError, RequestError
-from molt_sdk.graph import Lineage, explain_new_root, prefix_keys
+from molt_sdk.graph import Lineage, Node, Request
 from molt_sdk.loop import Turnstile
-from molt_sdk.messages import encodable
+from molt_sdk.messages import encodable, message_list
 from molt_sdk.packed import pack_floats, pack_ints, to_spans
-from molt_sdk.rendering.renderer import Bridge, Renderer
-from molt_sdk.rendering.template import LARGE_TEXT
+from molt_sdk.rendering.known import TAIL
+from molt_sdk.rendering.renderer import Bridge, History, NoBridge, ParsedCompletion, Renderer
+from molt_sdk.rendering.tokens import LARGE_TEXT
+from molt_sdk.rendering.window import window_of
 from molt_sdk.types import MAIN_AGENT, Message, SamplingParams, ToolExecution, Turn
 from molt_sdk.workers import being_cancelled
 
@@ -50,12 +53,12 @@ class Scope:
 class Plan(msgspec.Struct, frozen=True):
     """How one request will be put to the engine."""
 
-    parent: Turn | None
+    parent: Node | None
     fork_reason: str
     context: list[int]
+    """Prompt ids after those of the parent."""
     prompt: list[int]
     new_messages: list[Message]
-    keys: list[bytes]
 
 
 class Recorder:
@@ -105,22 +108,37 @@ class Recorder:
             scope.cancel()
 
     async def chat(
-        self, scope: Scope, messages: list[Message], tools: Sequence[Mapping[str, Any]], sampling: SamplingParams
-    ) -> tuple[Turn, list[str]]:
-        """Record one chat turn; returns it with what was wrong with tool calls that could not be read."""
+        self,
+        scope: Scope,
+        messages: str | Sequence[Any],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        place: str,
+    ) -> tuple[Turn, list[Message], list[str]]:
+        """Record one chat turn; returns it with the messages as they were read, and with what was wrong with tool
+        calls that could not be read. Raises RequestError for messages that are not well-formed."""
         await self.turnstile.turn()
         self.require_open()
-        if sum(len(str(message.get("content") or "")) for message in messages) < LARGE_TEXT:
-            plan = self._plan(scope, messages, tools)
+        request = self._lineage.read(message_list(messages, place), place)
+        plan = self._plan(scope, request, tools)
+        if _size(plan.new_messages) < LARGE_TEXT:
+            plan = self._rendered(plan, request, tools)
         else:
             # a megabyte takes a second
-            plan = await asyncio.to_thread(self._plan, scope, messages, tools)
+            plan = await asyncio.to_thread(self._rendered, plan, request, tools)
         number, generation, sampling, seconds = await self._generate(plan.prompt, sampling)
-        parsed = self.renderer.parse(generation.token_ids, generation.finish_reason, tools, f"call_{number}_")
-        offered = plan.parent.tools if plan.parent else tuple(dict(t) for t in tools)
-        turn = self._record(scope, plan, offered, sampling, generation, parsed.message, seconds)
-        self._lineage.add(turn, plan.keys)
-        return turn, parsed.tool_errors
+        parsed = self.renderer.parse(
+            generation.token_ids, generation.finish_reason, tools, f"call_{number}_", prompt=plan.prompt[-TAIL:]
+        )
+        parent = plan.parent
+        offered = parent.turn.tools if parent else tuple(dict(t) for t in tools)
+        turn = self._record(scope, plan, offered, sampling, generation, parsed, seconds)
+        if parent is not None:
+            window = parent.window.extended(request.messages, parent.messages - 1)
+        else:
+            window = window_of(request.messages)
+        self._lineage.add(turn, parent, request, [*plan.context, *generation.token_ids], window)
+        return turn, request.messages, parsed.tool_errors
 
     async def complete(self, scope: Scope, prompt: str | Sequence[int], sampling: SamplingParams) -> Turn:
         """Record one raw completion: always a root, since it has no messages."""
@@ -128,10 +146,10 @@ class Recorder:
         self.require_open()
         ids = self._raw_ids(prompt)
         shown: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
-        plan = Plan(None, RAW_COMPLETION, ids, ids, shown, [])
+        plan = Plan(None, RAW_COMPLETION, ids, ids, shown)
         _, generation, sampling, seconds = await self._generate(ids, sampling)
         message: Message = {"role": "assistant", "content": self.renderer.text(generation.token_ids)}
-        return self._record(scope, plan, (), sampling, generation, message, seconds)
+        return self._record(scope, plan, (), sampling, generation, ParsedCompletion(message, []), seconds)
 
     def _raw_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -149,25 +167,43 @@ class Recorder:
             raise RequestError("model.complete: the prompt is empty; give text or token ids")
         return ids
 
-    def _plan(self, scope: Scope, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> Plan:
-        keys = prefix_keys(messages)
-        found = self._lineage.candidate(keys, scope.sees)
-        if found is None:
-            visible = [turn for turn in self.turns if scope.sees(turn) and turn.fork_reason != RAW_COMPLETION]
-            reason = explain_new_root(messages, visible)
+    def _plan(self, scope: Scope, request: Request, tools: Sequence[Mapping[str, Any]]) -> Plan:
+        """The turn to extend, if there is a candidate; nothing is rendered yet."""
+        node = self._lineage.candidate(request.keys, scope.sees)
+        if node is None:
+            reason = self._lineage.explain_new_root(request, scope.sees)
+        elif list(node.turn.tools) != [dict(t) for t in tools]:
+            reason = f"other tools are offered than in turn {node.turn.id}"
         else:
-            parent, covered = found
-            if list(parent.tools) != [dict(t) for t in tools]:
-                reason = f"other tools are offered than in turn {parent.id}"
-            else:
-                history, new = [*parent.messages], messages[covered:]
-                bridge = self.renderer.bridge(history, parent.completion_token_ids, new, tools)
-                if isinstance(bridge, Bridge):
-                    prompt = parent.prompt_token_ids + parent.completion_token_ids + bridge.token_ids
-                    return Plan(parent, "", bridge.token_ids, prompt, new, keys)
-                reason = f"cannot continue turn {parent.id}: {bridge.reason}"
-        prompt = self.renderer.prompt(messages, tools)
-        return Plan(None, reason, prompt, prompt, messages, keys)
+            return Plan(node, "", [], [], request.messages[node.messages :])
+        return Plan(None, reason, [], [], request.messages)
+
+    def _rendered(self, plan: Plan, request: Request, tools: Sequence[Mapping[str, Any]]) -> Plan:
+        """The plan with its token ids. Where the candidate cannot be extended, a new root with the reason."""
+        node, reason = plan.parent, plan.fork_reason
+        if node is not None:
+            bridge = self._bridge(node, plan.new_messages, tools)
+            if isinstance(bridge, Bridge):
+                prompt = node.token_ids
+                prompt += bridge.token_ids  # in place: the copy of a long prompt is what a turn costs
+                return Plan(node, "", bridge.token_ids, prompt, plan.new_messages)
+            reason = f"cannot continue turn {node.turn.id}: {bridge.reason}"
+        prompt = self.renderer.prompt(request.messages, tools)
+        return Plan(None, reason, prompt, prompt, request.messages)
+
+    def _bridge(self, node: Node, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Bridge | NoBridge:
+        numbers = node.window.numbers if self.renderer.windowed else range(node.messages - 1)
+        known = node.conversation.messages
+        completion = node.turn.completion_token_ids
+        prompt_end = node.tokens - len(completion)
+        return self.renderer.bridge(
+            History([known[i] for i in numbers], [*numbers, node.messages - 1]),
+            node.turn.message,
+            completion,
+            new,
+            tools,
+            prompt=node.conversation.token_ids[max(0, prompt_end - TAIL) : prompt_end],
+        )
 
     async def _generate(
         self, prompt: list[int], sampling: SamplingParams
@@ -225,27 +261,30 @@ class Recorder:
         tools: tuple[dict[str, Any], ...],
         sampling: SamplingParams,
         generation: Generation,
-        message: Message,
+        reply: ParsedCompletion,
         seconds: float,
     ) -> Turn:
+        parent = plan.parent.turn if plan.parent else None
         turn = Turn(
             id=len(self.turns),
-            parent=plan.parent.id if plan.parent else None,
+            parent=parent.id if parent else None,
             fork_reason=plan.fork_reason,
             agent=scope.agent,
             trainable=scope.trainable,
             new_messages=plan.new_messages,
             tools=tools,
             sampling=sampling,
-            message=message,
+            message=reply.message,
             finish_reason=generation.finish_reason,
             context_i32=pack_ints(plan.context),
             completion_i32=pack_ints(generation.token_ids),
             logprobs_f32=pack_floats(generation.logprobs),
             version_spans=to_spans(generation.versions),
             seconds=seconds,
-            parent_turn=plan.parent,
+            remarks=(*reply.tool_errors, *reply.remarks),
+            parent_turn=parent,
         )
+        turn = msgspec.structs.replace(turn, digest=turn_digest(turn))
         self.turns.append(turn)
         scope.turn_ids.add(turn.id)
         return turn
@@ -260,3 +299,7 @@ class Recorder:
             reward = self.turn_rewards.get(turn.id)
             frozen.append(msgspec.structs.replace(turn, reward=reward, parent_turn=parent))
         return tuple(frozen)
+
+
+def _size(messages: Sequence[Message]) -> int:
+    return sum(len(str(message.get("content") or "")) for message in messages)

@@ -8,7 +8,7 @@ import time
 import traceback
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -18,9 +18,19 @@ from loguru import logger
 from molt_sdk.agent import Agent, RewardSpec, make_environment
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.base import Engine
-from molt_sdk.errors import ContextLengthError, DefinitionError, EngineError, RewardError
+from molt_sdk.errors import ContextLengthError, DefinitionError, RewardError
 from molt_sdk.loop import Turnstile
-from molt_sdk.model import Model, Reject, SamplingRules, Session, Stop, call_user_code, to_reward
+from molt_sdk.model import (
+    Model,
+    Reject,
+    SamplingRules,
+    Session,
+    Stop,
+    blames_engine,
+    call_user_code,
+    errors_inside,
+    to_reward,
+)
 from molt_sdk.recorder import Recorder
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.tools import error_text, result_text
@@ -155,7 +165,7 @@ class Rollouts:
             if setup is not None and inspect.iscoroutinefunction(setup):
                 await session.call(setup, pinned=True)
         except USER_ERRORS as raised:
-            outcome.fail("infra_error" if _blames_engine(raised) else "env_error")
+            outcome.fail("infra_error" if blames_engine(raised) else "env_error")
             return False
         return True
 
@@ -211,7 +221,7 @@ class Rollouts:
             outcome.reward, outcome.rewards = to_reward(total, "the weighted sum of the rewards"), parts
         except USER_ERRORS as error:
             outcome.reward = None
-            outcome.fail("infra_error" if _blames_engine(error) else "reward_error")
+            outcome.fail("infra_error" if blames_engine(error) else "reward_error")
 
     async def _reward(self, session: Session, spec: RewardSpec, task: Task, trajectory: Trajectory) -> Any:
         with anyio.move_on_after(spec.timeout):
@@ -264,7 +274,7 @@ class Rollouts:
                 sums = [(updated[t.id].reward or 0.0) + spec.weight * n for t, n in zip(scored, numbers, strict=True)]
                 totals = [to_reward(total, f"the sum of the rewards with {spec.name}") for total in sums]
             except USER_ERRORS as raised:
-                status = "infra_error" if _blames_engine(raised) else "reward_error"
+                status = "infra_error" if blames_engine(raised) else "reward_error"
                 failed = {"status": status, "reward": None, "error": traceback.format_exc()}
                 for t in scored:
                     updated[t.id] = msgspec.structs.replace(updated[t.id], **failed)
@@ -293,9 +303,9 @@ def _setup_of(session: Session) -> Callable[[], Any] | None:
 
 def _end_with(error: BaseException, outcome: Outcome) -> None:
     """What an exception that the policy let through says about the trajectory."""
-    errors = list(_inside(error))
+    errors = list(errors_inside(error))
     first = errors[0]
-    if _blames_engine(error):
+    if blames_engine(error):
         outcome.fail("infra_error")
     elif all(isinstance(e, ContextLengthError) for e in errors):
         outcome.fail("truncated")
@@ -324,23 +334,3 @@ def _add_parts(parts: dict[str, float], spec: RewardSpec, value: Any) -> float:
 
 def _names(specs: Sequence[RewardSpec]) -> str:
     return ", ".join(spec.name for spec in specs)
-
-
-def _inside(error: BaseException) -> Iterator[BaseException]:
-    """The error itself, or the errors inside a group."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _inside(inner)
-    else:
-        yield error
-
-
-def _blames_engine(error: BaseException) -> bool:
-    """Whether inference failed: the error, one in its group, or what one of them was raised from."""
-    for inner in _inside(error):
-        cause: BaseException | None = inner
-        while cause is not None:
-            if isinstance(cause, EngineError):
-                return True
-            cause = cause.__cause__
-    return False

@@ -16,13 +16,13 @@ import jinja2.sandbox
 from molt_sdk.errors import TemplateError
 
 
-def compile_template(source: str, place: str) -> Callable[..., str]:
+def compile_template(source: str, place: str, now: datetime.datetime | None = None) -> Callable[..., str]:
     """A function that renders the template with keyword variables. It and this raise TemplateError naming ``place``.
 
-    The clock stands still from here on: a template that writes the date writes the same one for the whole run.
+    The clock stands still at ``now``: a template that writes the date writes the same one for the whole run.
     """
     try:
-        template = _environment(datetime.datetime.now()).from_string(source)
+        template = _environment(now or datetime.datetime.now()).from_string(source)
     except jinja2.TemplateError as error:
         raise TemplateError(f"{place} does not compile: {error}") from error
 

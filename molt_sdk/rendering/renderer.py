@@ -1,56 +1,44 @@
-"""Messages to prompt ids, sampled ids to a message, and the bridge that continues sampled ids.
-
-The bridge is derived from the chat template itself: render the conversation up to the sampled reply, then with the
-reply (its raw sampled text) and the new messages. If the first text is a prefix of the second, the reply survives in it
-unchanged and is followed by the end-of-turn control token, then everything after that token continues the sampled ids
-exactly: no BPE merge crosses a control token. Otherwise there is no bridge, and the reason says so.
-"""
+"""All conversions between messages and token ids for one model directory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import msgspec
+from loguru import logger
 
 from molt_sdk.errors import TemplateError
-from molt_sdk.messages import first_difference, parsed_arguments, shown_difference
+from molt_sdk.messages import parsed_arguments
+from molt_sdk.rendering.abilities import PROBE_TOOL, Abilities, Shaper, Tools, find_abilities
+from molt_sdk.rendering.bridge import Bridge, Bridger, History, NoBridge, SampledReply, shows_content
+from molt_sdk.rendering.known import KnownModel, candidates
+from molt_sdk.rendering.replies import ParsedCompletion, ReplyParser
 from molt_sdk.rendering.template import ChatTemplate, ModelFiles
-from molt_sdk.rendering.toolcalls import emulation_prompt, parse_plain_json, parse_tool_calls
-from molt_sdk.types import FinishReason, Message, ToolCall
+from molt_sdk.rendering.toolcalls import tool_call
+from molt_sdk.rendering.window import window_of
+from molt_sdk.types import FinishReason, Message
 
-
-class Bridge(NamedTuple):
-    """Untrained ids that follow a sampled completion."""
-
-    token_ids: list[int]
-
-
-class NoBridge(NamedTuple):
-    """Why the request cannot continue the sampled ids."""
-
-    reason: str
-
-
-class ParsedCompletion(NamedTuple):
-    message: Message
-    tool_errors: list[str]
-    """What was wrong with tool calls that could not be read, in words for the model."""
+__all__ = ["Bridge", "History", "NoBridge", "ParsedCompletion", "Renderer"]
 
 
 class Renderer:
-    """All text/token conversions for one model directory. Stateless after construction; safe to share."""
+    """Prompts, bridges and parsed replies. Stateless after construction; safe to share between threads.
+
+    Raises:
+        ModelPathError: the directory is not a model with a tokenizer.
+        TemplateError: its chat template does not compile.
+    """
 
     def __init__(self, model: str) -> None:
         self.files = ModelFiles(model)
-        self._template = ChatTemplate(self.files) if self.files.chat_template is not None else None
+        self.tokens = self.files.tokens
+        self._chat = _Chat(self.files) if self.files.chat_template is not None else None
 
     @property
-    def template(self) -> ChatTemplate:
-        if self._template is None:
-            self._template = ChatTemplate(self.files)  # raises the error that names the missing template
-        return self._template
+    def chat(self) -> _Chat:
+        """Raises TemplateError for a model without a chat template."""
+        return self._chat if self._chat is not None else _Chat(self.files)
 
     @property
     def context_length(self) -> int:
@@ -58,175 +46,241 @@ class Renderer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """EOS ids of the model's config plus the end-of-turn token of its template."""
-        return self._template.eos_token_ids if self._template is not None else self.files.eos_token_ids
+        """Ids that end a reply: those of the model's config, the end of turn of its template, its family's own."""
+        return self._chat.eos_token_ids if self._chat is not None else self.files.eos_token_ids
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a new root: the rendered conversation with the generation prompt."""
-        marker = self.template.marker_for(messages, tools)
-        return self.template.encode(self._render(messages, tools, marker), marker)
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Ids of a new root: the rendered conversation with the generation prompt.
+
+        Raises TemplateError where the template refuses the messages or leaves one out.
+        """
+        bridger, shape = self.chat.bridger, self.chat.shape
+        marker = self.tokens.marker_for(messages, tools)
+        text = bridger.render(messages, tools, marker)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" and not shows_content(text, shape.content(message, marker)):
+                raise TemplateError(f"{self.chat.template.place} leaves out message {i} ({message['role']})")
+        return self.tokens.encode(text, marker)
 
     def raw_prompt(self, text: str) -> list[int]:
         """Ids of raw text for ``model.complete``: BOS as the tokenizer adds it, exactly once. Special tokens in the
         text are control tokens here: whoever writes raw text writes the whole prompt."""
         ids = list(self.files.tokenizer.encode(text, add_special_tokens=True).ids)
-        bos = self.files.special_ids.get(self.files.special_map.get("bos_token", ""))
+        bos = self.tokens.special_ids.get(self.files.special_map.get("bos_token", ""))
         if bos is not None and ids[:2] == [bos, bos]:
             del ids[0]
         return ids
 
     def bridge(
         self,
-        messages: Sequence[Message],
+        history: History,
+        reply: Message,
         completion_token_ids: Sequence[int],
         new_messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools = (),
+        *,
+        prompt: Sequence[int] = (),
     ) -> Bridge | NoBridge:
-        """What to append to the ids of ``messages`` + completion so that ``new_messages`` follow.
+        """What follows ``history`` + completion so that ``new_messages`` continue it.
 
-        ``messages`` is the parent's conversation without its reply; the reply is given by its sampled ids.
+        Args:
+            history: the conversation before the reply; :func:`window` says which part is enough.
+            reply: the completion, parsed.
+            completion_token_ids: the completion as it was sampled.
+            new_messages: what came after it.
+            tools: schemas offered, the same as for the reply.
+            prompt: the latest ids of the prompt of the reply.
         """
-        template = self.template
-        if template.end_of_turn is None:
-            return NoBridge("the chat template writes no control token after an assistant message")
-        end_text, end_id = template.end_of_turn
-        ended = bool(completion_token_ids) and completion_token_ids[-1] in self.eos_token_ids
-        if ended and completion_token_ids[-1] != end_id:
-            shown = self.files.tokenizer.id_to_token(completion_token_ids[-1])
-            return NoBridge(f"the reply ended with {shown!r}, but the template closes a turn with {end_text!r}")
-        raw = self.text(completion_token_ids)
-        reply: Message = {"role": "assistant", "content": raw}
-        conversation = [*messages, reply, *new_messages]
-        marker = template.marker_for(conversation, tools)
-        try:
-            head = self._render(messages, tools, marker)
-            full = self._render(conversation, tools, marker)
-        except TemplateError as error:
-            return NoBridge(str(error))
-        raw = template.break_up(raw, marker)
-        if not full.startswith(head):
-            at = first_difference(head, full)
-            shown = shown_difference(head, full, at)
-            return NoBridge(f"the chat template rewrote earlier text at character {at}: {shown}")
-        rest = full[len(head) :]
-        for form in (raw, raw.rstrip(), raw.strip()):  # templates may trim what was sampled; the ids stay as sampled
-            if rest.startswith(form + end_text):
-                suffix = rest[len(form) + (len(end_text) if ended else 0) :]
-                return Bridge(template.encode(suffix, marker))
-        return NoBridge("the chat template rewrote the model's own reply")
+        chat = self.chat
+        if chat.known is not None and chat.known_bridges:
+            ids = chat.known.bridge(prompt, completion_token_ids, new_messages, tools)
+            if ids is not None:
+                return Bridge(ids)
+        ended = completion_token_ids[-1] if completion_token_ids[-1] in chat.eos_token_ids else None
+        sampled = SampledReply(chat.parser.text(completion_token_ids), reply, ended)
+        return chat.bridger.bridge(history, sampled, new_messages, tools)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the messages that a :class:`~molt_sdk.rendering.window.Window` keeps decide how the template
+        continues."""
+        return self.chat.windowed
 
     def encode_reply(self, text: str, *, end: bool) -> list[int]:
         """Ids of a reply as a model would sample it, closed by the template's end-of-turn token if ``end``."""
-        ids = list(self.files.tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self.tokens.encode(text)
         if end and self.eos_token_ids:
-            closing = self._template.end_of_turn if self._template is not None else None
-            ids.append(closing[1] if closing else self.eos_token_ids[0])
+            closing = self._chat.end_of_turn if self._chat is not None else None
+            ids.append(closing if closing is not None else self.eos_token_ids[0])
         return ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without its closing EOS; other special tokens stay visible."""
-        ids = list(token_ids)
-        if ids and ids[-1] in self.eos_token_ids:
-            ids.pop()
-        return self.files.tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+        ended = bool(token_ids) and token_ids[-1] in self.eos_token_ids
+        return self.tokens.decode(token_ids[:-1] if ended else token_ids)
 
     def parse(
         self,
         token_ids: Sequence[int],
         finish_reason: FinishReason,
-        tools: Sequence[Mapping[str, Any]],
-        call_prefix: str,
+        tools: Tools = (),
+        call_prefix: str = "call_",
+        *,
+        prompt: Sequence[int] = (),
     ) -> ParsedCompletion:
         """The assistant message of a completion: content, reasoning, tool calls (only if tools were offered)."""
-        text = self.text(token_ids)
-        if not tools:
-            return ParsedCompletion({"role": "assistant", "content": text}, [])
-        truncated = finish_reason == "length"
-        parsed = parse_tool_calls(
-            text, truncated=truncated, id_prefix=call_prefix, thinking=self.template.opens_thinking
+        return self.chat.parser.parse(token_ids, finish_reason, tools, call_prefix, prompt)
+
+
+class _Chat:
+    """A chat template with what start-up found out about it."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self.files = files
+        self.template = ChatTemplate(files)
+        self.abilities: Abilities = find_abilities(self.template)
+        self.end_of_turn = self._find_end_of_turn()
+        """Id of the control token that the template writes right after a reply; None if it writes none."""
+        self._opening_ids = files.tokens.encode(self._opening())
+        self.opens_thinking = self._opening().rstrip().endswith("<think>")
+        self.known: KnownModel | None = None
+        self.emulates_tools = not self.abilities.tools
+        self._build(None)
+        if self.abilities.tools or self.abilities.reasoning_key:  # else the library adds nothing
+            self._build(next(filter(self._agrees, self._candidates()), None))
+        if self.abilities.tools and not self.reads_its_calls():
+            reader = next((known for known in self._candidates() if self._reads_calls_with(known)), None)
+            self._build(reader)
+            if reader is None:
+                self.emulates_tools = True
+                self._build(None)
+        self.windowed = all(self._same_from_window(conversation, tools) for conversation, tools in LONG_PROBES)
+        """Whether long probe conversations are continued alike from all of their messages and from a window."""
+        self.known_bridges = self.known is not None and self._agrees(self.known) and self._same_bridge(self.known)
+        logger.trace(
+            "{}: replies read by {}",
+            self.template.place,
+            f"renderers ({self.known.name})" if self.known else "molt_sdk",
         )
-        if not truncated and not parsed.tool_calls and not parsed.errors:
-            bare = parse_plain_json(parsed.content, _tool_names(tools), call_id=f"{call_prefix}0")
-            if bare is not None:
-                parsed = msgspec.structs.replace(parsed, content="", tool_calls=[bare])
-        message: Message = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning is not None:
-            message["reasoning"] = parsed.reasoning
-        if parsed.tool_calls:
-            message["tool_calls"] = parsed.tool_calls
-        return ParsedCompletion(message, parsed.errors)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], marker: str) -> str:
-        template = self.template
-        if template.tools_supported:
-            guarded = template.guard(_with_argument_objects(messages), marker)
-            return template.text(guarded, template.guard(tools, marker), generation_prompt=True)
-        shown = self._emulate(messages, tools) if _uses_tools(messages, tools) else messages
-        if not template.system_supported:
-            shown = _fold_system(shown)
-        return template.text(template.guard(shown, marker), (), generation_prompt=True)
+    def _same_from_window(self, conversation: list[Message], tools: Tools) -> bool:
+        reply, new = conversation[-2:]
+        before = conversation[:-2]
+        sampled = SampledReply(PLAIN_TEXT, reply, None)
+        numbers = window_of(before).numbers
+        shown = History([before[i] for i in numbers], [*numbers, len(before)])
+        everything = History(before, range(len(before) + 1))
+        whole, part = (self.bridger.bridge(history, sampled, [new], tools) for history in (everything, shown))
+        return whole == part or isinstance(whole, NoBridge)
 
-    def _emulate(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Tools for a template that has none: described in the system message, called and answered in plain text."""
-        shown: list[Message] = []
-        if tools:
-            described = emulation_prompt(tools)
-            if messages and messages[0]["role"] == "system":
-                shown.append({"role": "system", "content": f"{messages[0].get('content')}\n\n{described}"})
-                messages = messages[1:]
-            else:
-                shown.append({"role": "system", "content": described})
-        for message in messages:
-            content = str(message.get("content") or "")
-            calls = message.get("tool_calls")
-            if calls:
-                text = "\n".join(filter(None, [content, *map(_call_text, calls)]))
-                shown.append({"role": "assistant", "content": text})
-            elif message["role"] == "tool" and not self.template.tool_role_supported:
-                shown.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
-            elif message["role"] == "tool":
-                shown.append({"role": "tool", "content": content})
-            else:
-                shown.append(message)
-        return shown
+    def _build(self, known: KnownModel | None) -> None:
+        eos = [*self.files.eos_token_ids, *([self.end_of_turn] if self.end_of_turn is not None else [])]
+        self.eos_token_ids = tuple(dict.fromkeys([*eos, *(known.stop_token_ids if known else ())]))
+        tokens = self.files.tokens
+        self.known = known
+        self.shape = Shaper(self.abilities, tokens, emulate=self.emulates_tools)
+        self.parser = ReplyParser(tokens, self.eos_token_ids, known, opens_thinking=self.opens_thinking)
+        self.bridger = Bridger(self.template, tokens, self.shape, self.eos_token_ids, self._parse_text)
+
+    def _parse_text(self, text: str, tools: Tools) -> Message:
+        return self.parser.parse(self.files.tokens.encode(text), "stop", tools, prompt=self._opening_ids).message
+
+    def _candidates(self) -> Iterator[KnownModel]:
+        dates = {form: self.template.now.strftime(form) for form in ("%d %b %Y", "%Y-%m-%d")}
+        return candidates(self.files.tokens, self.files.hub_name, dates)
+
+    def _find_end_of_turn(self) -> int | None:
+        try:
+            rendered = self.template.text([USER, PLAIN_REPLY], (), generation_prompt=False)
+        except TemplateError:
+            return None
+        after = rendered[rendered.rfind(PLAIN_TEXT) + len(PLAIN_TEXT) :]
+        match = self.files.tokens.control.match(after.lstrip())
+        return self.files.tokens.control_ids[match[0]] if match else None
+
+    def _opening(self) -> str:
+        try:
+            return self.template.text([USER], (), generation_prompt=True)
+        except TemplateError:
+            return ""
+
+    def _agrees(self, known: KnownModel) -> bool:
+        """Whether the library renders the probes as the template does, token for token."""
+        try:
+            return all(
+                known.prompt(messages, tools) == self.files.tokens.encode(self.bridger.render(messages, tools, ""))
+                for messages, tools in PROBES
+                if self.abilities.system or messages[0]["role"] != "system"
+            )
+        except Exception as error:  # a library's refusal of a conversation, or the template's
+            logger.trace("renderers: {} is not {}: {!r}", self.template.place, known.name, error)
+            return False
+
+    def _same_bridge(self, known: KnownModel) -> bool:
+        """Whether the library continues a plain reply as the template does, where both can."""
+        if self.end_of_turn is None:
+            return True
+        completion = [*self.files.tokens.encode(PLAIN_TEXT), self.end_of_turn]
+        reply = SampledReply(PLAIN_TEXT, PLAIN_REPLY, self.end_of_turn)
+        own = self.bridger.bridge(History([USER], [0, 1]), reply, [USER], ())
+        theirs = known.bridge(self._opening_ids, completion, [USER], ())
+        return theirs is None or isinstance(own, NoBridge) or own.token_ids == theirs
+
+    def reads_its_calls(self) -> bool:
+        """Whether a call that the template writes is read back from its ids."""
+        region = self._call_region()
+        message = self._parse_text(region, [PROBE_TOOL]) if region is not None else None
+        calls = message.get("tool_calls") or [] if message is not None else []
+        read = [(c["function"]["name"], parsed_arguments(c["function"]["arguments"])) for c in calls]
+        return read == [("MOLTTOOL", ARGUMENTS)]
+
+    def _reads_calls_with(self, known: KnownModel) -> bool:
+        self._build(known)
+        return self.reads_its_calls()
+
+    def _call_region(self) -> str | None:
+        """Text that the template writes for a reply with one call, as the model would have to write it."""
+        try:
+            head = self.bridger.render([USER], [PROBE_TOOL], "")
+            full = self.bridger.render([USER, CALL, RESULT], [PROBE_TOOL], "")
+        except TemplateError:
+            return None
+        shared = next((i for i, (a, b) in enumerate(zip(head, full, strict=False)) if a != b), len(head))
+        rest = full[shared:]
+        value = rest.find("MOLTVALUE")
+        controls = self.files.tokens.control.finditer(rest, value if value >= 0 else 0)
+        ends = [m.end() for m in controls if self.files.tokens.control_ids[m[0]] in self.eos_token_ids]
+        return rest[: ends[0]] if ends else rest[: rest.find("MOLTRESULT")]
 
 
-def _with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Templates with tool support expect arguments as data, as transformers passes them, not as JSON text."""
-    shown: list[dict[str, Any]] = []
-    for message in messages:
-        changed: dict[str, Any] = dict(message)
-        if calls := message.get("tool_calls"):
-            changed["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"]["arguments"])}}
-                for call in calls
-            ]
-        shown.append(changed)
-    return shown
+USER: Message = {"role": "user", "content": "MOLTUSER"}
+SYSTEM: Message = {"role": "system", "content": "MOLTSYSTEM"}
+PLAIN_TEXT = "MOLTREPLY"
+PLAIN_REPLY: Message = {"role": "assistant", "content": PLAIN_TEXT}
+ARGUMENTS = {"x": "MOLTVALUE", "n": 3, "deep": {"list": ["a", "b"]}}
 
 
-def _call_text(call: ToolCall) -> str:
-    function = call["function"]
-    name = json.dumps(function["name"], ensure_ascii=False)
-    arguments = json.dumps(parsed_arguments(function["arguments"]), ensure_ascii=False)
-    return f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
+def _calling(arguments: dict[str, Any]) -> Message:
+    call = tool_call("call00000", "MOLTTOOL", json.dumps(arguments))
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _tool_names(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {tool["function"]["name"] for tool in tools}
+CALL = _calling(ARGUMENTS)
+ALL_KINDS = _calling({**ARGUMENTS, "yes": True})
+"""Not read back: some templates write True, which no model does."""
+RESULT: Message = {"role": "tool", "content": "MOLTRESULT", "tool_call_id": "call00000", "name": "MOLTTOOL"}
+THOUGHT: Message = {**PLAIN_REPLY, "reasoning": "MOLTTHOUGHT"}
+PROBES: tuple[tuple[list[Message], Tools], ...] = (
+    ([USER], ()),
+    ([SYSTEM, USER], ()),
+    ([USER, PLAIN_REPLY, USER], ()),
+    ([USER, THOUGHT, USER], ()),
+    ([SYSTEM, USER, ALL_KINDS, RESULT], [PROBE_TOOL]),
+    ([USER, {**ALL_KINDS, "reasoning": "MOLTTHOUGHT"}, RESULT], [PROBE_TOOL]),
+)
 
-
-def _uses_tools(messages: Sequence[Message], tools: Sequence[Any]) -> bool:
-    return bool(tools) or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
-
-
-def _fold_system(messages: Sequence[Message]) -> list[Message]:
-    """System text in front of the first user message, for templates without a system role."""
-    if not messages or messages[0]["role"] != "system":
-        return list(messages)
-    system, *rest = messages
-    for i, message in enumerate(rest):
-        if message["role"] == "user":
-            folded: Message = {"role": "user", "content": f"{system.get('content')}\n\n{message.get('content')}"}
-            return [*rest[:i], folded, *rest[i + 1 :]]
-    return [{"role": "user", "content": str(system.get("content"))}, *rest]
+LONG_PROBES: tuple[tuple[list[Message], Tools], ...] = (
+    ([SYSTEM, USER, *[PLAIN_REPLY, USER] * 12], ()),
+    ([USER, *[CALL, RESULT] * 12, PLAIN_REPLY, USER], [PROBE_TOOL]),
+    ([USER, *[CALL, RESULT, PLAIN_REPLY, USER] * 6], [PROBE_TOOL]),
+)

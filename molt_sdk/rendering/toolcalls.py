@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -54,6 +54,18 @@ class ParsedReply(Struct, frozen=True):
     tool_calls: list[ToolCall]
     errors: list[str]
     """What was wrong with calls that could not be read, in words for the model."""
+    remarks: list[str] = []
+    """What was repaired in calls that could be read."""
+
+
+class _Call(NamedTuple):
+    """One call as it was read."""
+
+    name: str
+    arguments: str
+    """JSON text of an object, as sampled."""
+    unwrapped: bool
+    """The arguments were a JSON string that holds the object."""
 
 
 class _MalformedError(Exception):
@@ -79,10 +91,38 @@ def parse_plain_json(text: str, names: Collection[str], *, call_id: str = "call_
     """
     start = _skip(text, 0)
     try:
-        name, arguments, end = _read_call(text, start, arguments_required=True)
+        call, end = _read_call(text, start, arguments_required=True)
     except _MalformedError:
         return None
-    return _call(call_id, name, arguments) if name in names and _skip(text, end) == len(text) else None
+    whole = call.name in names and _skip(text, end) == len(text)
+    return tool_call(call_id, call.name, call.arguments) if whole else None
+
+
+def read_block(text: str) -> list[tuple[str, str]]:
+    """(name, arguments) of each call in the text of a block without its tags; empty if it cannot be read."""
+    try:
+        found, end = _read_block(text, 0, truncated=False)
+    except _MalformedError:
+        return []
+    return [(call.name, call.arguments) for call in found] if _skip(text, end) == len(text) else []
+
+
+def thinks(text: str) -> bool:
+    """Whether a reply begins with reasoning."""
+    return text[:100].lstrip().startswith("<think>")
+
+
+def split_reasoning(text: str, *, thinking: bool) -> tuple[str | None, str]:
+    """(reasoning, content) of a completion in which no tools were offered.
+
+    ``thinking``: the prompt ended inside ``<think>``. Reasoning without its end lasts to the end of the text; a text
+    that does not begin with reasoning is content as it is.
+    """
+    if not thinking and not thinks(text):
+        return None, text
+    inside = text.partition("<think>")[2] if thinks(text) else text
+    reasoning, _, content = inside.partition("</think>")
+    return reasoning.strip(), content.strip()
 
 
 def emulation_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -113,6 +153,7 @@ class _Reader:
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
         self.errors: list[str] = []
+        self.remarks: list[str] = []
 
     def read(self, thinking: bool) -> ParsedReply:
         at = kept = self._think(0, 0) if thinking else 0  # what lies before `kept` is dealt with
@@ -122,7 +163,7 @@ class _Reader:
                 self.content.append(self.text[kept:start])
                 at = kept = self._think(start, at)
             elif tag[0] == "</think>" and not self.reasoning:  # all of it was reasoning that the prompt began
-                self.content, self.calls, self.errors = [], [], []
+                self.content, self.calls, self.errors, self.remarks = [], [], [], []
                 self.reasoning.append(self.text[:start])
                 kept = at
             elif tag[0] == OPEN:
@@ -134,7 +175,7 @@ class _Reader:
         reasoning = "\n".join(filter(None, map(str.strip, self.reasoning))) if self.reasoning else None
         if self.calls or reasoning is not None:
             content = content.strip()
-        return ParsedReply(content, reasoning, self.calls, self.errors)
+        return ParsedReply(content, reasoning, self.calls, self.errors, self.remarks)
 
     def _think(self, start: int, inside: int) -> int:
         """Take the reasoning that began at ``start``; returns where the text goes on."""
@@ -156,8 +197,11 @@ class _Reader:
             reason = f"the reply reached its length limit before {CLOSE}" if cut else str(problem)
             self._error(reason, self.text[start : start + 60])
             return start, tag.end() if tag and tag[0] == CLOSE else inside
-        for name, arguments in found:
-            self.calls.append(_call(f"{self.id_prefix}{len(self.calls)}", name, arguments))
+        for call in found:
+            call_id = f"{self.id_prefix}{len(self.calls)}"
+            self.calls.append(tool_call(call_id, call.name, call.arguments))
+            if call.unwrapped:
+                self.remarks.append(f"the arguments of {call_id} were a JSON string and were unwrapped")
         return end, end
 
     def _error(self, problem: str, near: str) -> None:
@@ -166,13 +210,13 @@ class _Reader:
             self.errors.append(f"What follows was not read: {MAX_ERRORS} tool calls could not be understood.")
 
 
-def _read_block(text: str, at: int, truncated: bool) -> tuple[list[tuple[str, str]], int]:
-    """(name, arguments) of each call from ``at`` to the closing tag or the end of the text; the end of the block."""
-    found: list[tuple[str, str]] = []
+def _read_block(text: str, at: int, truncated: bool) -> tuple[list[_Call], int]:
+    """The calls from ``at`` to the closing tag or the end of the text; the end of the block."""
+    found: list[_Call] = []
     at = _skip(text, at)
     while at < len(text) and not text.startswith(CLOSE, at):
-        name, arguments, at = _read_call(text, at)
-        found.append((name, arguments))
+        call, at = _read_call(text, at)
+        found.append(call)
         at = _skip(text, at)
     if not found:
         raise _MalformedError("it is empty")
@@ -181,8 +225,8 @@ def _read_block(text: str, at: int, truncated: bool) -> tuple[list[tuple[str, st
     return found, min(at + len(CLOSE), len(text))
 
 
-def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple[str, str, int]:
-    """Name and arguments (JSON text of an object) of the call object at ``at``, and its end."""
+def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple[_Call, int]:
+    """The call object at ``at``, and its end."""
     fields, end = _read_object(text, at)
     name, _ = fields.get("name", (None, ""))
     if not isinstance(name, str) or not name:
@@ -192,6 +236,7 @@ def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple
     value, raw = fields.get("arguments") or fields.get("parameters") or (None, "")
     if arguments_required and not raw:
         raise _MalformedError('it has no "arguments"')
+    unwrapped = isinstance(value, str)
     if isinstance(value, str):  # an object that is written as a JSON string
         raw = value.strip()
         value, used = _decode(raw, 0) if raw else (None, 0)
@@ -204,7 +249,7 @@ def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple
         (name + arguments).encode()
     except UnicodeEncodeError:
         raise _MalformedError("it holds half of a surrogate pair") from None
-    return name, arguments, end
+    return _Call(name, arguments, unwrapped), end
 
 
 def _read_object(text: str, at: int) -> tuple[dict[str, tuple[Any, str]], int]:
@@ -258,7 +303,7 @@ def _skip(text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def _call(call_id: str, name: str, arguments: str) -> ToolCall:
+def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

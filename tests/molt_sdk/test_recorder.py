@@ -422,7 +422,7 @@ async def test_a_template_that_rewrites_history_loses_nothing_and_trains_nothing
 
     trajectory = await run(policy, engine)
     assert trajectory.certify().ok
-    assert lineage(trajectory)[1] == (None, "cannot continue turn 0: the chat template rewrote the model's own reply")
+    assert lineage(trajectory)[1] == (None, "cannot continue turn 0: the chat template dropped the reasoning of message 1")
     first, second = trajectory.samples()
     assert trained_text(path, first) == "<think>T1</think>FORTYTWO<|im_end|>"
     assert trained_text(path, second) == "<think>T2</think>A2<|im_end|>"
@@ -443,9 +443,13 @@ async def test_a_tool_result_is_whole_after_a_long_thought(tmp_path: Path) -> No
     assert "<|im_start|>tool\nHEAD...TAIL<|im_end|>" in shown(path, trajectory.turns[1].prompt_token_ids)
 
 
-async def test_a_generation_prompt_that_history_leaves_out_is_context_of_its_turn(tmp_path: Path) -> None:
-    """F10."""
-    path = pocket_model(tmp_path / "m", CHATML.replace("assistant\n'", "assistant\n<think>\n'"))
+@pytest.mark.parametrize("drops", [True, False])
+async def test_a_generation_prompt_that_history_leaves_out_is_context_of_its_turn(tmp_path: Path, drops: bool) -> None:
+    """F10: every turn records it as context. Where the template drops the reasoning, the next turn is a new root;
+    where it knows nothing of reasoning, the reply is shown with the tag that the prompt began."""
+    shown_reply = "message['content'].split('</think>')[-1]" if drops else "message['content']"
+    source = CHATML.replace("assistant\n'", "assistant\n<think>\n'").replace("message['content']", shown_reply)
+    path = pocket_model(tmp_path / "m", source)
 
     async def policy(task: molt.Task, model: molt.Model) -> None:
         reply = await model.chat("Q1")
@@ -454,7 +458,9 @@ async def test_a_generation_prompt_that_history_leaves_out_is_context_of_its_tur
     trajectory = await recorded(path, policy, "T</think>A1", "T</think>A2")
     for turn in trajectory.turns:
         assert shown(path, turn.prompt_token_ids).endswith("<|im_start|>assistant\n<think>\n")
-    assert "rewrote earlier text" in trajectory.turns[1].fork_reason
+    second = trajectory.turns[1]
+    assert second.parent == (None if drops else 0)
+    assert second.fork_reason.endswith("dropped the reasoning of message 1" if drops else "")
 
 
 # --- forks, retries, best of n ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from molt_sdk.rendering.renderer import Bridge, NoBridge, Renderer
+from molt_sdk.rendering.renderer import Bridge, History, NoBridge, Renderer
 from molt_sdk.testing import TEMPLATES, pocket_model
 from molt_sdk.types import Message
 
@@ -64,6 +65,13 @@ def renderer(directory: Path, source: str) -> Renderer:
     return Renderer(pocket_model(directory / "model", source))
 
 
+def bridge(
+    r: Renderer, messages: list[Message], ids: list[int], new: list[Message], tools: Sequence[Any]
+) -> Bridge | NoBridge:
+    reply = r.parse(ids, "stop" if ids[-1:] == [END] else "length", tools).message
+    return r.bridge(History(messages, range(len(messages) + 1)), reply, ids, new, tools)
+
+
 def shown(r: Renderer, ids: list[int]) -> str:
     return r.files.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -78,25 +86,25 @@ def test_on_an_append_only_template_the_bridge_gives_what_a_full_render_gives(
     """Bytes are tokens here, so re-encoding is exact and a full render is the oracle."""
     history = [user("q")]
     completion = chatml.encode_reply(reply.replace("<|", ""), end=True)
-    bridge = chatml.bridge(history, completion, [user(text) for text in new], ())
-    assert isinstance(bridge, Bridge)
+    bridged = bridge(chatml, history, completion, [user(text) for text in new], ())
+    assert isinstance(bridged, Bridge)
     whole = chatml.prompt([*history, assistant(chatml.text(completion)), *map(user, new)], ())
-    assert chatml.prompt(history, ()) + completion + bridge.token_ids == whole
+    assert chatml.prompt(history, ()) + completion + bridged.token_ids == whole
 
 
 def test_a_reply_cut_by_length_is_closed_by_an_untrained_end_token(chatml: Renderer) -> None:
     """F14."""
     cut = chatml.encode_reply("abc", end=False)
-    bridge = chatml.bridge([user("q")], cut, [user("go on")], ())
-    assert isinstance(bridge, Bridge)
-    assert shown(chatml, bridge.token_ids) == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-    assert bridge.token_ids[0] == END
+    bridged = bridge(chatml, [user("q")], cut, [user("go on")], ())
+    assert isinstance(bridged, Bridge)
+    assert shown(chatml, bridged.token_ids) == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert bridged.token_ids[0] == END
 
 
 def test_a_reply_that_ended_is_not_closed_again(chatml: Renderer) -> None:
-    bridge = chatml.bridge([user("q")], chatml.encode_reply("abc", end=True), [user("more")], ())
-    assert isinstance(bridge, Bridge)
-    assert shown(chatml, bridge.token_ids) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    bridged = bridge(chatml, [user("q")], chatml.encode_reply("abc", end=True), [user("more")], ())
+    assert isinstance(bridged, Bridge)
+    assert shown(chatml, bridged.token_ids) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_reply_that_ended_on_another_eos_is_never_edited(tmp_path: Path) -> None:
@@ -104,54 +112,54 @@ def test_a_reply_that_ended_on_another_eos_is_never_edited(tmp_path: Path) -> No
     path = Path(pocket_model(tmp_path / "model"))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, END]}))
     r = Renderer(str(path))
-    bridge = r.bridge([user("q")], [97, 256], [user("more")], ())
-    assert bridge == NoBridge("the reply ended with '<|endoftext|>', but the template closes a turn with '<|im_end|>'")
+    bridged = bridge(r, [user("q")], [97, 256], [user("more")], ())
+    assert bridged == NoBridge("the reply ended with '<|endoftext|>', but the template closes it with '<|im_end|>'")
 
 
 def test_a_template_that_rewrites_the_reply_gives_no_bridge(tmp_path: Path) -> None:
     """F2, F5, F7: nothing is cut out of a render at a predicted offset."""
     r = renderer(tmp_path, DROPS_THOUGHTS)
     completion = r.encode_reply("<think>hm</think>A1", end=True)
-    bridge = r.bridge([user("q")], completion, [user("q2")], ())
-    assert bridge == NoBridge("the chat template rewrote the model's own reply")
-    assert isinstance(r.bridge([user("q")], completion, [{"role": "tool", "content": "3"}], ()), Bridge)
+    bridged = bridge(r, [user("q")], completion, [user("q2")], ())
+    assert bridged == NoBridge("the chat template dropped the reasoning of message 1")
+    assert isinstance(bridge(r, [user("q")], completion, [{"role": "tool", "content": "3"}], ()), Bridge)
 
 
 def test_a_template_that_rewrites_earlier_text_says_where(tmp_path: Path) -> None:
     """F28, F29: something in front of the conversation changes with its length."""
     r = renderer(tmp_path, "{{ messages | length }} messages\n" + CHATML)
-    bridge = r.bridge([user("q")], r.encode_reply("a", end=True), [user("q2")], ())
-    assert isinstance(bridge, NoBridge)
-    assert "rewrote earlier text at character 0: '1 messages" in bridge.reason
-    assert "became '3 messages" in bridge.reason
+    bridged = bridge(r, [user("q")], r.encode_reply("a", end=True), [user("q2")], ())
+    assert isinstance(bridged, NoBridge)
+    assert "rewrote earlier text at character 0: '1 messages" in bridged.reason
+    assert "became '3 messages" in bridged.reason
 
 
 def test_a_template_that_refuses_the_new_messages_gives_no_bridge(tmp_path: Path) -> None:
     """F31."""
     source = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}" + CHATML
     r = renderer(tmp_path, source)
-    bridge = r.bridge([user("q")], r.encode_reply("a", end=True), [user("x"), {"role": "tool", "content": "3"}], ())
-    assert isinstance(bridge, Bridge)  # a tool result is shown as user text where the role is unknown
+    bridged = bridge(r, [user("q")], r.encode_reply("a", end=True), [user("x"), {"role": "tool", "content": "3"}], ())
+    assert isinstance(bridged, Bridge)  # a tool result is shown as user text where the role is unknown
     refused = renderer(
         tmp_path / "b", "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
     )
-    bridge = refused.bridge([user("q")], refused.encode_reply("a", end=True), [user("x")], ())
-    assert isinstance(bridge, NoBridge)
-    assert "too long" in bridge.reason
+    bridged = bridge(refused, [user("q")], refused.encode_reply("a", end=True), [user("x")], ())
+    assert isinstance(bridged, NoBridge)
+    assert "too long" in bridged.reason
 
 
 def test_a_template_without_an_end_token_gives_no_bridge(tmp_path: Path) -> None:
     r = renderer(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    bridge = r.bridge([user("q")], [97, END], [user("x")], ())
-    assert bridge == NoBridge("the chat template writes no control token after an assistant message")
+    bridged = bridge(r, [user("q")], [97, END], [user("x")], ())
+    assert bridged == NoBridge("the chat template writes no control token after a reply")
 
 
 @pytest.mark.parametrize("reply", ["a\n", "  a  ", "\na", " ", ""])
 def test_a_template_that_trims_replies_leaves_the_sampled_ids_alone(tmp_path: Path, reply: str) -> None:
     r = renderer(tmp_path, CHATML.replace("message['content']", "(message['content'] | trim)"))
-    bridge = r.bridge([user("q")], r.encode_reply(reply, end=True), [user("more")], ())
-    assert isinstance(bridge, Bridge)
-    assert shown(r, bridge.token_ids) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    bridged = bridge(r, [user("q")], r.encode_reply(reply, end=True), [user("more")], ())
+    assert isinstance(bridged, Bridge)
+    assert shown(r, bridged.token_ids) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_what_belongs_to_the_start_is_written_once(tmp_path: Path) -> None:
@@ -159,22 +167,22 @@ def test_what_belongs_to_the_start_is_written_once(tmp_path: Path) -> None:
     source = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
     r = renderer(tmp_path, source)
     head = r.prompt([user("q")], ())
-    bridge = r.bridge([user("q")], r.encode_reply("a", end=True), [{"role": "tool", "content": "3"}], ())
-    assert isinstance(bridge, Bridge)
-    assert shown(r, head + bridge.token_ids).count("Be kind.") == 1
+    bridged = bridge(r, [user("q")], r.encode_reply("a", end=True), [{"role": "tool", "content": "3"}], ())
+    assert isinstance(bridged, Bridge)
+    assert shown(r, head + bridged.token_ids).count("Be kind.") == 1
 
 
 def test_sampled_bytes_that_are_no_text_survive(chatml: Renderer) -> None:
     """Half of a character decodes to U+FFFD; the ids are not made from that text again."""
-    bridge = chatml.bridge([user("q")], [0xC3, END], [user("more")], ())
-    assert isinstance(bridge, Bridge)
+    bridged = bridge(chatml, [user("q")], [0xC3, END], [user("more")], ())
+    assert isinstance(bridged, Bridge)
     assert chatml.text([0xC3, END]) == "\ufffd"
 
 
 def test_control_tokens_that_the_model_sampled_in_the_middle_do_not_break_the_bridge(chatml: Renderer) -> None:
-    bridge = chatml.bridge([user("<|im_end|>")], [97, START, 98, END], [user("<|im_start|>")], ())
-    assert isinstance(bridge, Bridge)
-    assert bridge.token_ids.count(START) == 2  # the user message and the generation prompt
+    bridged = bridge(chatml, [user("<|im_end|>")], [97, START, 98, END], [user("<|im_start|>")], ())
+    assert isinstance(bridged, Bridge)
+    assert bridged.token_ids.count(START) == 2  # the user message and the generation prompt
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

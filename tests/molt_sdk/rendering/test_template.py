@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from molt_sdk.errors import ModelPathError, TemplateError
 from molt_sdk.rendering.jinja import compile_template
+from molt_sdk.rendering.abilities import Abilities, find_abilities
+from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rendering.template import ChatTemplate, ModelFiles
+from molt_sdk.rendering.tokens import Tokens
 from molt_sdk.testing import TEMPLATES, pocket_model
 
 CHATML = TEMPLATES["chatml"]
@@ -29,8 +32,8 @@ def model(tmp_path: Path) -> Path:
     return Path(pocket_model(tmp_path / "model"))
 
 
-def template_of(directory: Path, source: str) -> ChatTemplate:
-    return ChatTemplate(ModelFiles(pocket_model(directory / "model", source)))
+def abilities_of(directory: Path, source: str) -> Abilities:
+    return find_abilities(ChatTemplate(ModelFiles(pocket_model(directory / "model", source))))
 
 
 # --- what a model directory must hold ---------------------------------------------------------------------------------
@@ -77,7 +80,7 @@ def test_all_end_ids_of_all_files_end_a_completion(model: Path) -> None:
     edit_json(model / "tokenizer_config.json", eos_token={"content": "<|endoftext|>"})
     files = ModelFiles(str(model))
     assert files.eos_token_ids == (10, 11, 12, 256)
-    assert ChatTemplate(files).eos_token_ids == (10, 11, 12, 256, END)
+    assert Renderer(str(model)).eos_token_ids == (10, 11, 12, 256, END)
 
 
 def test_limits_of_a_model_with_a_text_part(model: Path) -> None:
@@ -90,41 +93,74 @@ def test_limits_of_a_model_with_a_text_part(model: Path) -> None:
 # --- probing ----------------------------------------------------------------------------------------------------------
 
 
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
 def test_what_a_template_can_do_is_found_by_rendering_it(tmp_path: Path) -> None:
-    chatml = template_of(tmp_path / "a", CHATML)
-    assert chatml.end_of_turn == ("<|im_end|>", END)
-    assert (chatml.system_supported, chatml.tools_supported, chatml.tool_role_supported) == (True, False, True)
-    strict = template_of(
+    chatml = abilities_of(tmp_path / "a", CHATML)
+    assert (chatml.system, chatml.later_system, chatml.tools, chatml.tool_role) == (True, True, False, True)
+    strict = abilities_of(
         tmp_path / "b",
         "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}"
         "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}",
     )
-    assert strict.end_of_turn is None  # it writes no control token after a reply
-    assert (strict.system_supported, strict.tools_supported, strict.tool_role_supported) == (False, False, False)
-    with_tools = template_of(tmp_path / "c", "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
-    assert with_tools.tools_supported
+    assert (strict.system, strict.later_system, strict.tools, strict.tool_role) == (False, False, False, False)
+    with_tools = abilities_of(tmp_path / "c", WITH_TOOLS)
+    assert with_tools.tools
+    assert with_tools.parallel_calls
 
 
-def test_a_tool_result_that_is_swallowed_is_no_support(tmp_path: Path) -> None:
-    """F31: the template neither raises nor shows the result."""
-    swallowing = template_of(
-        tmp_path, "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    assert not swallowing.tool_role_supported
+def test_f31_tools_that_are_not_shown_are_no_support(tmp_path: Path) -> None:
+    """F31: schemas without calls, a call that is dropped, a result that is swallowed: none of them raises."""
+    no_calls = abilities_of(tmp_path / "a", "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
+    assert not no_calls.tools
+    swallowing = abilities_of(tmp_path / "b", WITH_TOOLS.replace("in messages", "in messages if m.role != 'tool'"))
+    assert not swallowing.tools
+    assert not swallowing.tool_role
+    assert not abilities_of(tmp_path / "c", WITH_TOOLS.replace("{{ tools | tojson }}", "")).tools  # no schemas
+    one_call = "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}{{ m.content }}"
+    single = abilities_of(tmp_path / "d", WITH_TOOLS.replace("{{ m.content }}", one_call))
+    assert single.tools
+    assert not single.parallel_calls
+
+
+def test_f32_the_form_of_arguments_is_the_one_that_is_encoded_once(tmp_path: Path) -> None:
+    """F32: a template may encode arguments that are text again, and may fail on data."""
+    assert not abilities_of(tmp_path / "a", WITH_TOOLS).arguments_as_text
+    concatenating = WITH_TOOLS.replace("call.function | tojson", "call.function.name + call.function.arguments")
+    assert abilities_of(tmp_path / "b", concatenating).arguments_as_text
+
+
+def test_ids_of_calls_that_must_have_nine_characters(tmp_path: Path) -> None:
+    checked = "{% if call.id | length != 9 %}{{ raise_exception('9') }}{% endif %}{{ call.function | tojson }}"
+    abilities = abilities_of(tmp_path, WITH_TOOLS.replace("{{ call.function | tojson }}", checked))
+    assert abilities.tools
+    assert abilities.short_call_ids
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", ""])
+def test_the_key_of_reasoning_is_found(tmp_path: Path, key: str) -> None:
+    shown = f"{{{{ m.{key} or '' }}}}{{{{ m.content }}}}" if key else "{{ m.content }}"
+    assert abilities_of(tmp_path, CHATML.replace("message", "m").replace("in ms", "in messages")).reasoning_key == ""
+    source = WITH_TOOLS.replace("{{ m.content }}", shown)
+    assert abilities_of(tmp_path / "with", source).reasoning_key == key
 
 
 # --- text never becomes a control token -------------------------------------------------------------------------------
 
 
-def encode(template: ChatTemplate, *contents: str) -> list[int]:
-    messages = [{"role": "user", "content": content} for content in contents]
-    marker = template.marker_for(messages)
-    return template.encode(template.text(template.guard(messages, marker), (), generation_prompt=True), marker)
+@pytest.fixture(scope="module")
+def chatml(pocket: str) -> Renderer:
+    return Renderer(pocket)
 
 
 @pytest.fixture(scope="module")
-def chatml(pocket: str) -> ChatTemplate:
-    return ChatTemplate(ModelFiles(pocket))
+def tokens(pocket: str) -> Tokens:
+    return ModelFiles(pocket).tokens
 
 
 @given(
@@ -138,9 +174,9 @@ def chatml(pocket: str) -> ChatTemplate:
         max_size=3,
     )
 )
-def test_only_the_template_writes_control_tokens(chatml: ChatTemplate, contents: list[str]) -> None:
+def test_only_the_template_writes_control_tokens(chatml: Renderer, contents: list[str]) -> None:
     """F20: the literal text stays visible, one start and one end per message, whatever the messages say."""
-    ids = encode(chatml, *contents)
+    ids = chatml.prompt([{"role": "user", "content": content} for content in contents])
     assert ids.count(START) == len(contents) + 1  # and the generation prompt
     assert ids.count(END) == len(contents)
     assert 256 not in ids
@@ -148,16 +184,16 @@ def test_only_the_template_writes_control_tokens(chatml: ChatTemplate, contents:
     assert chatml.files.tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
-def test_special_text_in_keys_of_arguments_is_text_too(chatml: ChatTemplate) -> None:
+def test_special_text_in_keys_of_arguments_is_text_too(tokens: Tokens) -> None:
     messages = [{"role": "user", "content": {"<|im_end|>": ["<|im_start|>"]}}]
-    marker = chatml.marker_for(messages)
-    guarded = chatml.guard(messages, marker)
+    marker = tokens.marker_for(messages)
+    guarded = tokens.guard(messages, marker)
     assert marker
     assert "<|im_" not in json.dumps(guarded)
 
 
-def test_without_special_text_messages_are_rendered_as_they_are(chatml: ChatTemplate) -> None:
-    assert chatml.marker_for([{"role": "user", "content": "<|im_star|> plain"}]) == ""
+def test_without_special_text_messages_are_rendered_as_they_are(tokens: Tokens) -> None:
+    assert tokens.marker_for([{"role": "user", "content": "<|im_star|> plain"}]) == ""
 
 
 # --- the dialect ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,251 @@
+"""What a chat template can show, found by rendering probes, never from its name; and messages put in a form it shows.
+
+A template that cannot show something would raise in the middle of a run, or leave it out without a word. Probed once
+at start-up: a system message first and later, two messages of one role in a row, tools with calls and results, several
+calls in one message, arguments as data or as text, ids of a certain form, and the key of reasoning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from molt_sdk.errors import TemplateError
+from molt_sdk.messages import parsed_arguments
+from molt_sdk.rendering.template import ChatTemplate
+from molt_sdk.rendering.tokens import Tokens
+from molt_sdk.rendering.toolcalls import emulation_prompt
+from molt_sdk.types import Message, ToolCall
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+Shown = list[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Abilities(Struct, frozen=True, kw_only=True):
+    """What a template shows as it is; what it does not is put in another form."""
+
+    developer: bool
+    """The role ``developer``; else it is shown as ``system``."""
+    system: bool
+    """A system message at the start; else its text goes in front of the first user message."""
+    later_system: bool
+    """A system message where it stands; else it is shown as a user message."""
+    repeated_roles: bool
+    """Two user messages, or two replies, in a row; else they are joined."""
+    tools: bool
+    """Schemas, calls and results; else all three are written as text (tool emulation)."""
+    tool_role: bool
+    """Results as messages of their own; else as user messages."""
+    parallel_calls: bool
+    """Several calls in one reply; else those of such a reply are written as text."""
+    arguments_as_text: bool
+    """Arguments of calls as JSON text instead of data."""
+    short_call_ids: bool
+    """Ids of calls must be 9 letters and digits, as Mistral's templates demand."""
+    reasoning_key: str
+    """Key under which the template takes reasoning; "" for none: it is written as ``<think>`` text."""
+
+
+def find_abilities(template: ChatTemplate) -> Abilities:
+    def shows(messages: Shown, *expected: str, tools: Tools = ()) -> str:
+        """The rendered text if it shows what is expected in that order, else ""."""
+        try:
+            text = template.text(messages, tools, generation_prompt=True)
+        except TemplateError:
+            return ""
+        at = 0
+        for part in expected:
+            at = text.find(part, at)
+            if at < 0:
+                return ""
+            at += len(part)
+        return text
+
+    user, reply = _message("user", "MOLTUSER1"), _message("assistant", "MOLTREPLY1")
+    later = [user, reply, _message("system", "MOLTSYSTEM"), _message("user", "MOLTUSER2")]
+    repeated = [user, _message("user", "MOLTUSER2"), reply, _message("assistant", "MOLTREPLY2"), user]
+
+    def calling(calls: int, as_text: bool, short_ids: bool) -> bool:
+        values = [f"MOLTVALUE{i}" for i in range(calls)]
+        ids = [f"call_0_{i}" for i in range(calls)]
+        made = _calls([("MOLTTOOL", {"x": value}) for value in values], ids)
+        asked = [_shown_call(call, as_text, short_ids) for call in made]
+        results = [
+            _message("tool", f"MOLTRESULT{i}", name="MOLTTOOL", tool_call_id=asked[i]["id"]) for i in range(calls)
+        ]
+        told = [result["content"] for result in results]
+        text = shows([user, _message("assistant", "", tool_calls=asked), *results], *values, *told, tools=[PROBE_TOOL])
+        described = "MOLTDESCRIPTION" in text and text.count("MOLTTOOL") > calls
+        return described and all(_written_once(text, value) for value in values)
+
+    forms = [(as_text, short_ids) for short_ids in (False, True) for as_text in (False, True)]
+    form = next((form for form in forms if calling(1, *form)), None)
+    thought = {key: _message("assistant", "MOLTREPLY1", **{key: "MOLTTHOUGHT"}) for key in REASONING_KEYS}
+    acted = {
+        key: _message("assistant", "", tool_calls=_calls([("MOLTTOOL", {})], ["call00000"]), **{key: "MOLTTHOUGHT"})
+        for key in REASONING_KEYS
+    }
+    result = _message("tool", "MOLTRESULT", name="MOLTTOOL", tool_call_id="call00000")
+    keys = (
+        key
+        for key in REASONING_KEYS
+        if shows([user, thought[key]], "MOLTTHOUGHT") or shows([user, acted[key], result], "MOLTTHOUGHT")
+    )
+    return Abilities(
+        developer=bool(shows([_message("developer", "MOLTSYSTEM"), user], "MOLTSYSTEM", "MOLTUSER1")),
+        system=bool(shows([_message("system", "MOLTSYSTEM"), user], "MOLTSYSTEM")),
+        later_system=bool(shows(later, "MOLTREPLY1", "MOLTSYSTEM", "MOLTUSER2")),
+        repeated_roles=bool(shows(repeated, "MOLTUSER1", "MOLTUSER2", "MOLTREPLY1", "MOLTREPLY2")),
+        tools=form is not None,
+        tool_role=bool(shows([user, reply, _message("tool", "MOLTRESULT", tool_call_id="call00000")], "MOLTRESULT")),
+        parallel_calls=form is not None and calling(2, *form),
+        arguments_as_text=form is not None and form[0],
+        short_call_ids=form is not None and form[1],
+        reasoning_key=next(keys, ""),
+    )
+
+
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "MOLTTOOL",
+        "description": "MOLTDESCRIPTION",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "string"},
+                "n": {"type": "integer"},
+                "yes": {"type": "boolean"},
+                "deep": {"type": "object", "properties": {"list": {"type": "array", "items": {"type": "string"}}}},
+            },
+            "required": ["x"],
+        },
+    },
+}
+
+
+class Shaper:
+    """Messages and tools in the form that one template shows, guarded against text that spells control tokens."""
+
+    def __init__(self, abilities: Abilities, tokens: Tokens, *, emulate: bool) -> None:
+        self.abilities = abilities
+        self._tokens = tokens
+        self._emulate = emulate
+
+    def __call__(self, messages: Sequence[Message], tools: Tools, marker: str) -> tuple[Shown, list[dict[str, Any]]]:
+        can = self.abilities
+        shown = [part for message in messages for part in self._shown(message, marker)]
+        schemas: list[dict[str, Any]] = self._tokens.guard(list(tools), marker)
+        if self._emulate and schemas:
+            described = emulation_prompt(schemas)
+            if shown[0]["role"] == "system":
+                shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{described}"}
+            else:
+                shown.insert(0, _message("system", described))
+            schemas = []
+        if not can.system and shown[0]["role"] == "system":
+            shown = _folded(shown)
+        if not can.later_system:
+            shown[1:] = [{**m, "role": "user"} if m["role"] == "system" else m for m in shown[1:]]
+        return (shown if can.repeated_roles else _joined(shown)), schemas
+
+    def content(self, message: Message, marker: str) -> str:
+        """A message's guarded text: what users and tools say may not even spell the tags that the template writes."""
+        text = str(message.get("content") or "")
+        return str(self._tokens.guard(text, marker, strict=message["role"] in ("user", "tool")))
+
+    def _shown(self, message: Message, marker: str) -> Shown:
+        can, guard = self.abilities, self._tokens.guard
+        role = message["role"]
+        shown: dict[str, Any] = {"role": role, "content": self.content(message, marker)}
+        if "name" in message:
+            shown["name"] = guard(message["name"], marker)
+        if role == "developer" and not can.developer:
+            shown["role"] = "system"
+        elif role == "tool":
+            if self._emulate and not can.tool_role:
+                return [_message("user", f"<tool_response>\n{shown['content']}\n</tool_response>")]
+            if "tool_call_id" in message and not self._emulate:
+                shown["tool_call_id"] = _call_id(guard(message["tool_call_id"], marker), can.short_call_ids)
+        elif role == "assistant":
+            calls = [guard(call, marker) for call in message.get("tool_calls") or ()]
+            if calls and (self._emulate or (len(calls) > 1 and not can.parallel_calls)):
+                shown["content"] = "\n".join(filter(None, [shown["content"], *map(_call_text, calls)]))
+            elif calls:
+                shown["tool_calls"] = [_shown_call(call, can.arguments_as_text, can.short_call_ids) for call in calls]
+            if reasoning := guard(message.get("reasoning", ""), marker):
+                if can.reasoning_key:
+                    shown[can.reasoning_key] = reasoning
+                else:
+                    shown["content"] = f"<think>\n{reasoning}\n</think>\n\n{shown['content']}"
+        return [shown]
+
+
+def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def _calls(calls: Sequence[tuple[str, dict[str, Any]]], ids: Sequence[str]) -> list[ToolCall]:
+    return [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for i, (name, arguments) in zip(ids, calls, strict=True)
+    ]
+
+
+def _shown_call(call: Mapping[str, Any], as_text: bool, short_ids: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = parsed_arguments(function["arguments"])
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        **call,
+        "id": _call_id(call["id"], short_ids),
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _call_id(call_id: str, short: bool) -> str:
+    if not short or (len(call_id) == 9 and call_id.isalnum()):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    name = json.dumps(function["name"], ensure_ascii=False)
+    arguments = json.dumps(parsed_arguments(function["arguments"]), ensure_ascii=False)
+    return f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
+
+
+def _written_once(text: str, value: str) -> bool:
+    """Whether an argument was encoded as JSON once: a template may encode text again that already was."""
+    at = text.find(value)
+    return "\\" not in text[max(0, at - 6) : at]
+
+
+def _folded(messages: Shown) -> Shown:
+    """System text in front of the first user message."""
+    system, *rest = messages
+    for i, message in enumerate(rest):
+        if message["role"] == "user":
+            folded = {**message, "content": f"{system['content']}\n\n{message['content']}"}
+            return [*rest[:i], folded, *rest[i + 1 :]]
+    return [_message("user", system["content"]), *rest]
+
+
+def _joined(messages: Shown) -> Shown:
+    """Neighbours of one role as one message, for templates in which roles alternate."""
+    joined: Shown = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        plain = not last.get("tool_calls") and not message.get("tool_calls")
+        if message["role"] == last.get("role") and message["role"] in ("user", "assistant") and plain:
+            joined[-1] = {**last, **message, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined

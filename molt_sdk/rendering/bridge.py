@@ -1,0 +1,194 @@
+"""The bridge: what follows a sampled reply in the next prompt, derived from the chat template and proved on it.
+
+Two renderings decide, one of the conversation up to the reply, one with the reply and the new messages:
+
+1. The first is a prefix of the second: the template rewrote nothing that was shown before.
+2. What stands between is the reply as it was sampled: the same text but for white space at its ends and around tags, or
+   text that parses to the same message.
+3. After it comes a control token (the *seam*), so no merge of the tokenizer reaches across; if the reply ended with a
+   control token of its own, it is that one.
+
+Then everything after the seam continues the sampled ids. Otherwise there is no bridge, and the reason says what failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from molt_sdk.errors import TemplateError
+from molt_sdk.messages import first_difference, parsed_arguments, shown_difference
+from molt_sdk.rendering.abilities import Shaper, Tools
+from molt_sdk.rendering.template import ChatTemplate
+from molt_sdk.rendering.tokens import Tokens
+from molt_sdk.types import Message
+
+MAX_SEAMS = 32
+"""Control tokens of a reply that are tried as its end."""
+
+
+class Bridge(NamedTuple):
+    """Untrained ids that follow a sampled completion."""
+
+    token_ids: list[int]
+
+
+class NoBridge(NamedTuple):
+    """Why the request cannot continue the sampled ids."""
+
+    reason: str
+
+
+class SampledReply(NamedTuple):
+    """A reply as the bridge sees it."""
+
+    text: str
+    """Decoded without its closing token."""
+    message: Message
+    """The same, parsed."""
+    ended_with: int | None
+    """Id of the EOS token that the model sampled; None if it was cut or stopped by a string."""
+
+
+class History(NamedTuple):
+    """The messages before a reply, or those of them that decide how a template continues."""
+
+    messages: Sequence[Message]
+    numbers: Sequence[int]
+    """Index of each in the whole conversation, the reply's last."""
+
+
+class Bridger:
+    """Derives bridges for one chat template."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokens: Tokens,
+        shape: Shaper,
+        eos_token_ids: Sequence[int],
+        parse: Callable[[str, Tools], Message],
+    ) -> None:
+        self._template = template
+        self._tokens = tokens
+        self._shape = shape
+        self._eos = frozenset(eos_token_ids)
+        self._parse = parse
+
+    def bridge(self, history: History, reply: SampledReply, new: Sequence[Message], tools: Tools) -> Bridge | NoBridge:
+        raw: Message = {"role": "assistant", "content": reply.text}
+        first = self._derive(history, reply, raw, new, tools)
+        if isinstance(first, Bridge) or raw == reply.message:
+            return first
+        return self._derive(history, reply, reply.message, new, tools)
+
+    def _derive(
+        self, history: History, reply: SampledReply, shown_as: Message, new: Sequence[Message], tools: Tools
+    ) -> Bridge | NoBridge:
+        tokens = self._tokens
+        conversation = [*history.messages, shown_as, *new]
+        marker = tokens.marker_for(conversation, tools, [{"raw": reply.text}])
+        try:
+            head = self.render(history.messages, tools, marker)
+            full = self.render(conversation, tools, marker)
+        except TemplateError as error:
+            return NoBridge(str(error))
+        if not full.startswith(head):
+            return NoBridge(self._rewritten(head, full, history, reply, marker))
+        sampled = tokens.guard(reply.text, marker)
+        rest = full[len(head) :]
+        for seam in self._seams(rest):
+            if self._says(rest[: seam.start()], seam[0], sampled, reply.message, tools, marker):
+                return self._after(rest, seam, reply, new, marker)
+        return NoBridge(self._unlike(rest, sampled, reply, history))
+
+    def render(self, messages: Sequence[Message], tools: Tools, marker: str) -> str:
+        shown, schemas = self._shape(messages, tools, marker)
+        return self._template.text(shown, schemas, generation_prompt=True)
+
+    def _seams(self, rest: str) -> list[Any]:
+        """Where the reply may end: at the first EOS token that the template wrote, or at one of the first control
+        tokens where it writes none."""
+        controls = list(itertools.islice(self._tokens.control.finditer(rest), MAX_SEAMS))
+        ends = [match for match in controls if self._tokens.control_ids[match[0]] in self._eos]
+        return ends or controls
+
+    def _says(self, region: str, closing: str, sampled: str, message: Message, tools: Tools, marker: str) -> bool:
+        """Whether the template's text of the reply is what was sampled."""
+        if region.strip() == sampled.strip() or "".join(region.split()) == "".join(sampled.split()):
+            return True
+        plain = region.replace(marker, "") if marker else region
+        return _content(self._parse(plain + closing, tools)) == _content(message)
+
+    def _after(
+        self, rest: str, seam: Any, reply: SampledReply, new: Sequence[Message], marker: str
+    ) -> Bridge | NoBridge:
+        tokens = self._tokens
+        closing, suffix = seam[0], rest[seam.end() :]
+        lost = next((m for m in new if not shows_content(suffix, self._shape.content(m, marker))), None)
+        if lost is not None:
+            return NoBridge(f"the chat template leaves out the new {lost['role']} message")
+        ids = tokens.encode(suffix, marker, after=closing)
+        seam_id = tokens.control_ids[closing]
+        if reply.ended_with is None:
+            return Bridge([seam_id, *ids])
+        if reply.ended_with != seam_id:
+            ended = tokens.tokenizer.id_to_token(reply.ended_with)
+            return NoBridge(f"the reply ended with {ended!r}, but the template closes it with {closing!r}")
+        return Bridge(ids)
+
+    def _rewritten(self, head: str, full: str, history: History, reply: SampledReply, marker: str) -> str:
+        """Why the conversation before the reply is not shown as it was."""
+        before = head + self._tokens.guard(reply.text, marker)
+        for message, number in zip([*history.messages, reply.message], history.numbers, strict=True):
+            reasoning = self._tokens.guard(message.get("reasoning", ""), marker).strip()
+            if reasoning and reasoning in before and reasoning not in full:
+                return f"the chat template dropped the reasoning of message {number}"
+        at = first_difference(head, full)
+        try:
+            shown, _ = self._shape(history.messages, (), marker)
+            start = len(head) - len(self._opening(shown))
+        except TemplateError:
+            start = len(head)
+        if at >= start:
+            return f"the generation prompt ends with {head[at:]!r}, which the chat template leaves out of history"
+        return f"the chat template rewrote earlier text at character {at}: {shown_difference(head, full, at)}"
+
+    def _opening(self, shown: Sequence[Mapping[str, Any]]) -> str:
+        """The generation prompt."""
+        without = self._template.text(shown, (), generation_prompt=False)
+        return self._template.text(shown, (), generation_prompt=True).removeprefix(without)
+
+    def _unlike(self, rest: str, sampled: str, reply: SampledReply, history: History) -> str:
+        """Why the template's text of the reply is not the reply."""
+        reasoning = reply.message.get("reasoning", "").strip()
+        if reasoning and reasoning not in rest:
+            return f"the chat template dropped the reasoning of message {history.numbers[-1]}"
+        if not self._tokens.control.search(rest):
+            return "the chat template writes no control token after a reply"
+        at = first_difference(sampled, rest)
+        return f"the chat template rewrote the model's own reply: {shown_difference(sampled, rest, at)}"
+
+
+def shows_content(text: str, content: str) -> bool:
+    """Whether rendered text holds a message's content: as it is, but for white space, or as a JSON string."""
+    content = content.strip()
+    if content in text:
+        return True
+    escaped = _json_inner(content, ascii_only=False), _json_inner(content, ascii_only=True)
+    return any(part in text for part in escaped) or "".join(content.split()) in "".join(text.split())
+
+
+def _json_inner(text: str, *, ascii_only: bool) -> str:
+    return json.dumps(text, ensure_ascii=ascii_only)[1:-1]
+
+
+def _content(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
+    """What a reply says, apart from white space at its ends and from how its arguments are written."""
+    calls = [
+        (call["function"]["name"], parsed_arguments(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    return str(message.get("content") or "").strip(), message.get("reasoning", "").strip(), calls
