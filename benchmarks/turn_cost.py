@@ -26,7 +26,28 @@ from molt_sdk.engines.base import GenerateRequest, Generation
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.testing import ScriptedEngine, pocket_model
 
-WORDS = "the model reads a long page and writes down what it finds there before it goes on to another one".split()
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "long",
+    "page",
+    "and",
+    "writes",
+    "down",
+    "what",
+    "it",
+    "finds",
+    "there",
+    "before",
+    "it",
+    "goes",
+    "on",
+    "to",
+    "another",
+    "one",
+]
 AROUND = 5
 """Turns on each side over which a figure is the median."""
 
@@ -40,9 +61,7 @@ class InstantEngine(ScriptedEngine):
 
     async def generate(self, request: GenerateRequest) -> Generation:
         ids = next(self._ids)
-        return Generation(
-            token_ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish_reason="stop"
-        )
+        return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), finish_reason="stop")
 
 
 def text(words: int, seed: int) -> str:

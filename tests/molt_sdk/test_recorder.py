@@ -422,7 +422,10 @@ async def test_a_template_that_rewrites_history_loses_nothing_and_trains_nothing
 
     trajectory = await run(policy, engine)
     assert trajectory.certify().ok
-    assert lineage(trajectory)[1] == (None, "cannot continue turn 0: the chat template dropped the reasoning of message 1")
+    assert lineage(trajectory)[1] == (
+        None,
+        "cannot continue turn 0: the chat template dropped the reasoning of message 1",
+    )
     first, second = trajectory.samples()
     assert trained_text(path, first) == "<think>T1</think>FORTYTWO<|im_end|>"
     assert trained_text(path, second) == "<think>T2</think>A2<|im_end|>"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_sdk.errors import ModelPathError, TemplateError
-from molt_sdk.rendering.jinja import compile_template
 from molt_sdk.rendering.abilities import Abilities, find_abilities
+from molt_sdk.rendering.jinja import compile_template
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rendering.template import ChatTemplate, ModelFiles
 from molt_sdk.rendering.tokens import Tokens
