@@ -1,4 +1,4 @@
-"""What one more turn of a long conversation costs: rendering, stitching and recording, with an engine that answers at once.
+"""What one more turn of a long conversation costs: rendering, stitching, recording; the engine answers at once.
 
 Prints µs per turn by length of the conversation, beside rendering and encoding the whole conversation again.
 
