@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -22,6 +23,8 @@ from molt_sdk.rendering.toolcalls import emulation_prompt
 from molt_sdk.types import Message, ToolCall
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+IdForm = Literal["any", "short", "named"]
+ID_FORMS: tuple[IdForm, ...] = ("any", "short", "named")
 Shown = list[dict[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -45,8 +48,9 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """Several calls in one reply; else those of such a reply are written as text."""
     arguments_as_text: bool
     """Arguments of calls as JSON text instead of data."""
-    short_call_ids: bool
-    """Ids of calls must be 9 letters and digits, as Mistral's templates demand."""
+    call_ids: IdForm
+    """Ids of calls: any text; 9 letters and digits, as Mistral's templates demand; or ``functions.NAME:NUMBER``, as in
+    Kimi's, which write the id instead of the name."""
     reasoning_key: str
     """Key under which the template takes reasoning; "" for none: it is written as ``<think>`` text."""
 
@@ -70,24 +74,24 @@ def find_abilities(template: ChatTemplate) -> Abilities:
     later = [user, reply, _message("system", "MOLTSYSTEM"), _message("user", "MOLTUSER2")]
     repeated = [user, _message("user", "MOLTUSER2"), reply, _message("assistant", "MOLTREPLY2"), user]
 
-    def calling(calls: int, as_text: bool, short_ids: bool) -> bool:
+    def calling(calls: int, as_text: bool, ids: IdForm) -> bool:
         values = [f"MOLTVALUE{i}" for i in range(calls)]
-        ids = [f"call_0_{i}" for i in range(calls)]
-        made = _calls([("MOLTTOOL", {"x": value}) for value in values], ids)
-        asked = [_shown_call(call, as_text, short_ids) for call in made]
+        made = _calls([("MOLTTOOL", {"x": value}) for value in values])
+        asked = [_shown_call(call, as_text, _call_id(call, i, ids)) for i, call in enumerate(made)]
         results = [
             _message("tool", f"MOLTRESULT{i}", name="MOLTTOOL", tool_call_id=asked[i]["id"]) for i in range(calls)
         ]
         told = [result["content"] for result in results]
         text = shows([user, _message("assistant", "", tool_calls=asked), *results], *values, *told, tools=[PROBE_TOOL])
-        described = "MOLTDESCRIPTION" in text and text.count("MOLTTOOL") > calls
-        return described and all(_written_once(text, value) for value in values)
+        start = text.find("MOLTUSER1")
+        named = all("MOLTTOOL" in text[start : text.find(value)] for value in values)  # not in the schema, nor later
+        return "MOLTDESCRIPTION" in text and named and all(_written_once(text, value) for value in values)
 
-    forms = [(as_text, short_ids) for short_ids in (False, True) for as_text in (False, True)]
+    forms = [(as_text, ids) for ids in ID_FORMS for as_text in (False, True)]
     form = next((form for form in forms if calling(1, *form)), None)
     thought = {key: _message("assistant", "MOLTREPLY1", **{key: "MOLTTHOUGHT"}) for key in REASONING_KEYS}
     acted = {
-        key: _message("assistant", "", tool_calls=_calls([("MOLTTOOL", {})], ["call00000"]), **{key: "MOLTTHOUGHT"})
+        key: _message("assistant", "", tool_calls=_calls([("MOLTTOOL", {})]), **{key: "MOLTTHOUGHT"})
         for key in REASONING_KEYS
     }
     result = _message("tool", "MOLTRESULT", name="MOLTTOOL", tool_call_id="call00000")
@@ -102,10 +106,10 @@ def find_abilities(template: ChatTemplate) -> Abilities:
         later_system=bool(shows(later, "MOLTREPLY1", "MOLTSYSTEM", "MOLTUSER2")),
         repeated_roles=bool(shows(repeated, "MOLTUSER1", "MOLTUSER2", "MOLTREPLY1", "MOLTREPLY2")),
         tools=form is not None,
-        tool_role=bool(shows([user, reply, _message("tool", "MOLTRESULT", tool_call_id="call00000")], "MOLTRESULT")),
+        tool_role=bool(shows([user, reply, _message("tool", "MOLTRESULT")], "MOLTRESULT")),
         parallel_calls=form is not None and calling(2, *form),
         arguments_as_text=form is not None and form[0],
-        short_call_ids=form is not None and form[1],
+        call_ids=form[1] if form is not None else "any",
         reasoning_key=next(keys, ""),
     )
 
@@ -139,7 +143,12 @@ class Shaper:
 
     def __call__(self, messages: Sequence[Message], tools: Tools, marker: str) -> tuple[Shown, list[dict[str, Any]]]:
         can = self.abilities
-        shown = [part for message in messages for part in self._shown(message, marker)]
+        ids: dict[str, str] = {}  # of the latest calls, as they are shown
+        shown: Shown = []
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                ids = {call["id"]: _call_id(call, i, can.call_ids) for i, call in enumerate(calls)}
+            shown.append(self._shown(message, ids, marker))
         schemas: list[dict[str, Any]] = self._tokens.guard(list(tools), marker)
         if self._emulate and schemas:
             described = emulation_prompt(schemas)
@@ -159,7 +168,7 @@ class Shaper:
         text = str(message.get("content") or "")
         return str(self._tokens.guard(text, marker, strict=message["role"] in ("user", "tool")))
 
-    def _shown(self, message: Message, marker: str) -> Shown:
+    def _shown(self, message: Message, ids: Mapping[str, str], marker: str) -> dict[str, Any]:
         can, guard = self.abilities, self._tokens.guard
         role = message["role"]
         shown: dict[str, Any] = {"role": role, "content": self.content(message, marker)}
@@ -169,50 +178,53 @@ class Shaper:
             shown["role"] = "system"
         elif role == "tool":
             if self._emulate and not can.tool_role:
-                return [_message("user", f"<tool_response>\n{shown['content']}\n</tool_response>")]
+                return _message("user", f"<tool_response>\n{shown['content']}\n</tool_response>")
             if "tool_call_id" in message and not self._emulate:
-                shown["tool_call_id"] = _call_id(guard(message["tool_call_id"], marker), can.short_call_ids)
+                shown["tool_call_id"] = guard(ids.get(message["tool_call_id"], message["tool_call_id"]), marker)
         elif role == "assistant":
-            calls = [guard(call, marker) for call in message.get("tool_calls") or ()]
+            calls = message.get("tool_calls") or ()
             if calls and (self._emulate or (len(calls) > 1 and not can.parallel_calls)):
-                shown["content"] = "\n".join(filter(None, [shown["content"], *map(_call_text, calls)]))
+                shown["content"] = "\n".join(
+                    filter(None, [shown["content"], *(_call_text(guard(call, marker)) for call in calls)])
+                )
             elif calls:
-                shown["tool_calls"] = [_shown_call(call, can.arguments_as_text, can.short_call_ids) for call in calls]
+                asked = [_shown_call(call, can.arguments_as_text, ids[call["id"]]) for call in calls]
+                shown["tool_calls"] = guard(asked, marker)
             if reasoning := guard(message.get("reasoning", ""), marker):
                 if can.reasoning_key:
                     shown[can.reasoning_key] = reasoning
                 else:
                     shown["content"] = f"<think>\n{reasoning}\n</think>\n\n{shown['content']}"
-        return [shown]
+        return shown
 
 
 def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def _calls(calls: Sequence[tuple[str, dict[str, Any]]], ids: Sequence[str]) -> list[ToolCall]:
+def _calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
     return [
-        {"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        for i, (name, arguments) in zip(ids, calls, strict=True)
+        {"id": f"call_0_{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for i, (name, arguments) in enumerate(calls)
     ]
 
 
-def _shown_call(call: Mapping[str, Any], as_text: bool, short_ids: bool) -> dict[str, Any]:
+def _shown_call(call: Mapping[str, Any], as_text: bool, call_id: str) -> dict[str, Any]:
     function = call["function"]
     arguments = parsed_arguments(function["arguments"])
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        **call,
-        "id": _call_id(call["id"], short_ids),
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    return {**call, "id": call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _call_id(call_id: str, short: bool) -> str:
-    if not short or (len(call_id) == 9 and call_id.isalnum()):
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+def _call_id(call: Mapping[str, Any], index: int, form: IdForm) -> str:
+    """The id under which the ``index``-th call of a message is shown: its own if that has the form."""
+    call_id, name = str(call["id"]), str(call["function"]["name"])
+    if form == "short" and not (len(call_id) == 9 and call_id.isalnum()):
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+    if form == "named" and not re.fullmatch(r"\d+", call_id.removeprefix(f"functions.{name}:")):
+        return f"functions.{name}:{index}"
+    return call_id
 
 
 def _call_text(call: Mapping[str, Any]) -> str:

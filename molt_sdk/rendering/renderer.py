@@ -9,13 +9,13 @@ from typing import Any
 from loguru import logger
 
 from molt_sdk.errors import TemplateError
-from molt_sdk.messages import parsed_arguments
+from molt_sdk.messages import first_difference, parsed_arguments
 from molt_sdk.rendering.abilities import PROBE_TOOL, Abilities, Shaper, Tools, find_abilities
 from molt_sdk.rendering.bridge import Bridge, Bridger, History, NoBridge, SampledReply, shows_content
 from molt_sdk.rendering.known import KnownModel, candidates
 from molt_sdk.rendering.replies import ParsedCompletion, ReplyParser
 from molt_sdk.rendering.template import ChatTemplate, ModelFiles
-from molt_sdk.rendering.toolcalls import tool_call
+from molt_sdk.rendering.toolcalls import HERMES, learned_form, split_reasoning, tool_call
 from molt_sdk.rendering.window import window_of
 from molt_sdk.types import FinishReason, Message
 
@@ -114,6 +114,13 @@ class Renderer:
             ids.append(closing if closing is not None else self.eos_token_ids[0])
         return ids
 
+    def write_reply(self, reply: Message, tools: Tools = ()) -> list[int]:
+        """Ids of an assistant message as a model would sample it, in the template's own form of reasoning and calls.
+
+        Raises TemplateError where the template refuses it.
+        """
+        return self.chat.written(reply, tools)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without its closing EOS; other special tokens stay visible."""
         ended = bool(token_ids) and token_ids[-1] in self.eos_token_ids
@@ -144,16 +151,14 @@ class _Chat:
         self._opening_ids = files.tokens.encode(self._opening())
         self.opens_thinking = self._opening().rstrip().endswith("<think>")
         self.known: KnownModel | None = None
+        self.form = HERMES
         self.emulates_tools = not self.abilities.tools
         self._build(None)
         if self.abilities.tools or self.abilities.reasoning_key:  # else the library adds nothing
             self._build(next(filter(self._agrees, self._candidates()), None))
-        if self.abilities.tools and not self.reads_its_calls():
-            reader = next((known for known in self._candidates() if self._reads_calls_with(known)), None)
-            self._build(reader)
-            if reader is None:
-                self.emulates_tools = True
-                self._build(None)
+        if self.abilities.tools and not self.reads_its_calls() and not self._find_reader():
+            self.emulates_tools = True
+            self._build(None)
         self.windowed = all(self._same_from_window(conversation, tools) for conversation, tools in LONG_PROBES)
         """Whether long probe conversations are continued alike from all of their messages and from a window."""
         self.known_bridges = self.known is not None and self._agrees(self.known) and self._same_bridge(self.known)
@@ -179,7 +184,7 @@ class _Chat:
         tokens = self.files.tokens
         self.known = known
         self.shape = Shaper(self.abilities, tokens, emulate=self.emulates_tools)
-        self.parser = ReplyParser(tokens, self.eos_token_ids, known, opens_thinking=self.opens_thinking)
+        self.parser = ReplyParser(tokens, self.eos_token_ids, known, self.form, opens_thinking=self.opens_thinking)
         self.bridger = Bridger(self.template, tokens, self.shape, self.eos_token_ids, self._parse_text)
 
     def _parse_text(self, text: str, tools: Tools) -> Message:
@@ -228,29 +233,59 @@ class _Chat:
 
     def reads_its_calls(self) -> bool:
         """Whether a call that the template writes is read back from its ids."""
-        region = self._call_region()
-        message = self._parse_text(region, [PROBE_TOOL]) if region is not None else None
-        calls = message.get("tool_calls") or [] if message is not None else []
-        read = [(c["function"]["name"], parsed_arguments(c["function"]["arguments"])) for c in calls]
+        try:
+            ids = self.written(CALL, [PROBE_TOOL])
+        except TemplateError:
+            return False
+        message = self.parser.parse(ids, "stop", [PROBE_TOOL], prompt=self._opening_ids).message
+        read = [
+            (call["function"]["name"], parsed_arguments(call["function"]["arguments"]))
+            for call in message.get("tool_calls") or ()
+        ]
         return read == [("MOLTTOOL", ARGUMENTS)]
 
-    def _reads_calls_with(self, known: KnownModel) -> bool:
-        self._build(known)
-        return self.reads_its_calls()
-
-    def _call_region(self) -> str | None:
-        """Text that the template writes for a reply with one call, as the model would have to write it."""
+    def _find_reader(self) -> bool:
+        """Take a reader of the library, else a form learned from the template, that reads its calls."""
+        for known in self._candidates():
+            self._build(known)
+            if self.reads_its_calls():
+                return True
+        self._build(None)
         try:
-            head = self.bridger.render([USER], [PROBE_TOOL], "")
-            full = self.bridger.render([USER, CALL, RESULT], [PROBE_TOOL], "")
+            text = self.parser.text(self.written(CALL, [PROBE_TOOL]))
         except TemplateError:
-            return None
-        shared = next((i for i, (a, b) in enumerate(zip(head, full, strict=False)) if a != b), len(head))
-        rest = full[shared:]
-        value = rest.find("MOLTVALUE")
-        controls = self.files.tokens.control.finditer(rest, value if value >= 0 else 0)
-        ends = [m.end() for m in controls if self.files.tokens.control_ids[m[0]] in self.eos_token_ids]
-        return rest[: ends[0]] if ends else rest[: rest.find("MOLTRESULT")]
+            return False
+        _, content = split_reasoning(text, thinking=self.opens_thinking)
+        learned = learned_form(content, "MOLTTOOL", ARGUMENTS, CALL["tool_calls"][0]["id"])
+        self.form = learned or HERMES
+        self._build(None)
+        return learned is not None and self.reads_its_calls()
+
+    def written(self, reply: Message, tools: Tools) -> list[int]:
+        """Ids of a reply as the template shows it right after its request: what a model would have to sample."""
+        tokens = self.files.tokens
+        results: list[Message] = [
+            {"role": "tool", "content": "MOLTRESULT", "tool_call_id": call["id"], "name": call["function"]["name"]}
+            for call in reply.get("tool_calls") or ()
+        ]
+        marker = tokens.marker_for([reply], tools)
+        head = self.bridger.render([USER], tools, marker)
+        full = self.bridger.render([USER, reply, *(results or [USER])], tools, marker)
+        start = self._boundary(head, full)
+        rest = full[start:]
+        after = rest.find("MOLTRESULT" if results else "MOLTUSER")
+        rest = rest[:after] if after >= 0 else rest
+        ends = [m.end() for m in tokens.control.finditer(rest) if tokens.control_ids[m[0]] in self.eos_token_ids]
+        rest = rest[: ends[0]] if ends else rest
+        if "<think>" in head[start:]:  # the prompt opens what history leaves out
+            rest = f"{reply.get('reasoning', '')}\n</think>\n\n{rest}"
+        return tokens.encode(rest, marker)
+
+    def _boundary(self, head: str, full: str) -> int:
+        """Where two texts part, but not inside a control token."""
+        at = first_difference(head, full)
+        tokens = (m for text in (head, full) for m in self.files.tokens.control.finditer(text))
+        return min((m.start() for m in tokens if m.start() < at < m.end()), default=at)
 
 
 USER: Message = {"role": "user", "content": "MOLTUSER"}

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from molt_sdk.rendering.known import KnownCall, KnownModel
 from molt_sdk.rendering.tokens import Tokens
 from molt_sdk.rendering.toolcalls import (
+    HERMES,
     MAX_ERRORS,
     OPEN,
+    CallForm,
     parse_plain_json,
     parse_tool_calls,
     read_block,
@@ -26,6 +28,8 @@ from molt_sdk.rendering.toolcalls import (
 from molt_sdk.types import FinishReason, Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
+OPENING = 16
+"""Latest ids of a prompt in which ``<think>`` is looked for."""
 
 
 class ParsedCompletion(NamedTuple):
@@ -40,11 +44,18 @@ class ReplyParser:
     """Reads the replies of one model."""
 
     def __init__(
-        self, tokens: Tokens, eos_token_ids: Sequence[int], known: KnownModel | None, *, opens_thinking: bool
+        self,
+        tokens: Tokens,
+        eos_token_ids: Sequence[int],
+        known: KnownModel | None,
+        form: CallForm = HERMES,
+        *,
+        opens_thinking: bool,
     ) -> None:
         self._tokens = tokens
         self._eos = frozenset(eos_token_ids)
         self._known = known
+        self._form = form
         self._opens_thinking = opens_thinking
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -69,16 +80,22 @@ class ReplyParser:
             parsed = self._parse_known(self._known, token_ids, truncated, tools, call_prefix, prompt)
             if parsed is not None:
                 return parsed
-        text = self.text(token_ids)
+        text, thinking = self.text(token_ids), self._begins_thinking(prompt)
         if not tools:
-            reasoning, content = split_reasoning(text, thinking=self._opens_thinking)
+            reasoning, content = split_reasoning(text, thinking=thinking)
             return ParsedCompletion(_message(content, reasoning, []), [])
-        read = parse_tool_calls(text, truncated=truncated, id_prefix=call_prefix, thinking=self._opens_thinking)
+        read = parse_tool_calls(text, truncated=truncated, id_prefix=call_prefix, thinking=thinking, form=self._form)
         calls, content = read.tool_calls, read.content
         if not truncated and not calls and not read.errors:
             bare = parse_plain_json(content, _names(tools), call_id=f"{call_prefix}0")
             calls, content = ([bare], "") if bare is not None else ([], content)
         return ParsedCompletion(_message(content, read.reasoning, calls), read.errors, read.remarks)
+
+    def _begins_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt opened reasoning; templates may do so in some turns only."""
+        if not prompt or not self._opens_thinking:
+            return self._opens_thinking
+        return self._tokens.decode(prompt[-OPENING:]).rstrip().endswith("<think>")
 
     def _parse_known(
         self,
@@ -89,6 +106,8 @@ class ReplyParser:
         call_prefix: str,
         prompt: Sequence[int],
     ) -> ParsedCompletion | None:
+        if token_ids and token_ids[-1] in self._eos and token_ids[-1] not in known.stop_token_ids:
+            token_ids = token_ids[:-1]
         reply = known.parse(token_ids, prompt, tools)
         if reply is None:
             return None
@@ -97,7 +116,7 @@ class ReplyParser:
                 return None
             return ParsedCompletion(_message(reply.content, reply.reasoning, []), [])
         text = self.text(token_ids)
-        unfinished = "</think>" not in text and (self._opens_thinking or thinks(text))
+        unfinished = "</think>" not in text and (self._begins_thinking(prompt) or thinks(text))
         if reply.thinking or unfinished:
             drafted = not truncated and (reply.calls or OPEN in text)
             errors = ["A tool call was not executed: it is inside <think>; write </think> first."] if drafted else []

@@ -4,13 +4,14 @@ The format is the one that Hermes and Qwen models are trained on, one JSON objec
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "12 * 7"}}</tool_call>
 
+Models that write JSON between other tags are read alike, with the form learned from how their template writes a call.
 Rules:
 
 - Any number of blocks, and of objects in one block; text around the blocks is the content of the message.
 - ``parameters`` is another spelling of ``arguments``; missing or null arguments are an empty object; an object that is
   written as a JSON string is unwrapped. Otherwise the arguments are the model's own JSON text, character by character:
   key order, spacing and escapes stay as they were sampled.
-- Other keys are ignored, an ``id`` too: ids are ours, so that they are unique.
+- Other keys are ignored. Ids are ours, so that they are unique, but where the model is trained to write its own.
 - ``<think>...</think>`` is reasoning: a call in it is a thought and not executed. A ``</think>`` without ``<think>``
   ends reasoning that the prompt began; a ``<think>`` without ``</think>`` lasts to the end.
 - A block without its closing tag counts if the model stopped there by itself, not if the reply was cut.
@@ -30,11 +31,11 @@ from molt_sdk.schema import is_simple, type_text
 from molt_sdk.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FORMAT = OPEN + '{"name": "...", "arguments": {...}}' + CLOSE
+MAX_NAME = 200
+"""Characters of a name that is not in quotes."""
 MAX_ERRORS = 16
 """After so many unreadable blocks the rest of a reply is plain text; keeps the time linear in its length."""
 
-_TAG = re.compile(r"</?think>|</?tool_call>")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _EXAMPLE = re.compile(
     r"""(?:such\ as|e\.g\.|for\ example|like)[,:]?\s*
@@ -42,6 +43,48 @@ _EXAMPLE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """An example value in a description: a quoted text, or a number."""
+
+
+class CallForm(Struct, frozen=True):
+    """How a model writes a call: ``open``, then a JSON object with name and arguments or an array of such objects, then
+    ``close``; or ``open``, the name, ``between``, the arguments, ``close``."""
+
+    open: str = OPEN
+    close: str = CLOSE
+    """"" where nothing marks the end of a call."""
+    between: str = ""
+    ids: bool = False
+    """The objects hold ids of the model's own, by which it expects the results."""
+
+    @property
+    def shown(self) -> str:
+        """The form, for a model that did not keep to it."""
+        call = '{"name": "...", "arguments": {...}}' if not self.between else "NAME" + self.between + "{...}"
+        return self.open + call + self.close
+
+
+HERMES = CallForm()
+
+
+def learned_form(written: str, name: str, arguments: Mapping[str, Any], call_id: str) -> CallForm | None:
+    """The form of a call of ``name`` with ``arguments`` as a template writes it; None if it is not of JSON."""
+    for match in re.finditer(r"\{", written):
+        start = match.start()
+        try:
+            value, end = _decode(written, start)
+        except _MalformedError:
+            continue
+        if not isinstance(value, dict):
+            continue
+        before, after = written[:start].rstrip(), written[end:].lstrip()
+        if value == arguments and name in before:
+            head, _, between = before.rpartition(name)
+            form = CallForm(head.strip(), after.strip(), between.strip())
+            return form if form.open and form.between else None
+        if value.get("name") == name:
+            before, after = before.removesuffix("["), after.removeprefix("]")
+            return CallForm(before.strip(), after.strip(), ids=value.get("id") == call_id) if before.strip() else None
+    return None
 
 
 class ParsedReply(Struct, frozen=True):
@@ -66,13 +109,17 @@ class _Call(NamedTuple):
     """JSON text of an object, as sampled."""
     unwrapped: bool
     """The arguments were a JSON string that holds the object."""
+    id: str
+    """As sampled; "" if there is none."""
 
 
 class _MalformedError(Exception):
     """Text that is no tool call; says why."""
 
 
-def parse_tool_calls(text: str, *, truncated: bool, id_prefix: str = "call_", thinking: bool = False) -> ParsedReply:
+def parse_tool_calls(
+    text: str, *, truncated: bool, id_prefix: str = "call_", thinking: bool = False, form: CallForm = HERMES
+) -> ParsedReply:
     """Read content, reasoning and tool calls from a completion. Never raises; takes time linear in ``len(text)``.
 
     Args:
@@ -80,8 +127,9 @@ def parse_tool_calls(text: str, *, truncated: bool, id_prefix: str = "call_", th
         truncated: the reply was cut by a length limit, so its last block may be incomplete.
         id_prefix: ids of the calls are ``f"{id_prefix}{n}"`` with n counted from 0.
         thinking: the prompt ended inside ``<think>``.
+        form: how the model writes calls.
     """
-    return _Reader(text, truncated, id_prefix).read(thinking)
+    return _Reader(text, truncated, id_prefix, form).read(thinking)
 
 
 def parse_plain_json(text: str, names: Collection[str], *, call_id: str = "call_0") -> ToolCall | None:
@@ -101,7 +149,7 @@ def parse_plain_json(text: str, names: Collection[str], *, call_id: str = "call_
 def read_block(text: str) -> list[tuple[str, str]]:
     """(name, arguments) of each call in the text of a block without its tags; empty if it cannot be read."""
     try:
-        found, end = _read_block(text, 0, truncated=False)
+        found, end = _read_block(text, 0, HERMES, truncated=False)
     except _MalformedError:
         return []
     return [(call.name, call.arguments) for call in found] if _skip(text, end) == len(text) else []
@@ -139,16 +187,17 @@ def emulation_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
     lines = ["You can call these tools:"]
     for function in functions:
         lines += _described(function)
-    lines += [f"To call one, reply {FORMAT}", f"Example: {OPEN}{json.dumps(shown, ensure_ascii=False)}{CLOSE}"]
+    lines += [f"To call one, reply {HERMES.shown}", f"Example: {OPEN}{json.dumps(shown, ensure_ascii=False)}{CLOSE}"]
     return "\n".join(lines)
 
 
 class _Reader:
     """One pass over a completion, from tag to tag."""
 
-    def __init__(self, text: str, truncated: bool, id_prefix: str) -> None:
+    def __init__(self, text: str, truncated: bool, id_prefix: str, form: CallForm) -> None:
         self.text, self.truncated = text, truncated
-        self.id_prefix = id_prefix
+        self.id_prefix, self.form = id_prefix, form
+        self.tags = re.compile("|".join(map(re.escape, filter(None, ["<think>", "</think>", form.open, form.close]))))
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
@@ -157,7 +206,7 @@ class _Reader:
 
     def read(self, thinking: bool) -> ParsedReply:
         at = kept = self._think(0, 0) if thinking else 0  # what lies before `kept` is dealt with
-        while (tag := _TAG.search(self.text, at)) and len(self.errors) < MAX_ERRORS:
+        while (tag := self.tags.search(self.text, at)) and len(self.errors) < MAX_ERRORS:
             start, at = tag.span()
             if tag[0] == "<think>":
                 self.content.append(self.text[kept:start])
@@ -166,11 +215,12 @@ class _Reader:
                 self.content, self.calls, self.errors, self.remarks = [], [], [], []
                 self.reasoning.append(self.text[:start])
                 kept = at
-            elif tag[0] == OPEN:
+            elif tag[0] == self.form.open:
                 self.content.append(self.text[kept:start])
                 kept, at = self._block(start, at)
-            elif tag[0] == CLOSE:
-                self._error(f"{CLOSE} without {OPEN} before it", self.text[max(0, at - 60) : at])
+            elif tag[0] == self.form.close:
+                problem = f"{self.form.close} without {self.form.open} before it"
+                self._error(problem, self.text[max(0, at - 60) : at])
         content = "".join([*self.content, self.text[kept:]])
         reasoning = "\n".join(filter(None, map(str.strip, self.reasoning))) if self.reasoning else None
         if self.calls or reasoning is not None:
@@ -182,7 +232,7 @@ class _Reader:
         end = self.text.find("</think>", inside)
         if end < 0:
             end = len(self.text)
-            if not self.truncated and OPEN in self.text[inside:]:
+            if not self.truncated and self.text.find(self.form.open, inside) >= 0:
                 self._error("it is inside <think>; write </think> first", self.text[start : start + 60])
         self.reasoning.append(self.text[inside:end])
         return min(end + len("</think>"), len(self.text))
@@ -190,39 +240,79 @@ class _Reader:
     def _block(self, start: int, inside: int) -> tuple[int, int]:
         """Read the block whose tag is at ``start``; returns up to where text is dealt with, and where to read on."""
         try:
-            found, end = _read_block(self.text, inside, self.truncated)
+            found, end = _read_block(self.text, inside, self.form, self.truncated)
         except _MalformedError as problem:
-            tag = _TAG.search(self.text, inside)
-            cut = self.truncated and self.text.find(CLOSE, inside) < 0
-            reason = f"the reply reached its length limit before {CLOSE}" if cut else str(problem)
+            close = self.form.close
+            tag = self.tags.search(self.text, inside)
+            cut = self.truncated and (not close or self.text.find(close, inside) < 0)
+            reason = f"the reply reached its length limit before {close or 'its end'}" if cut else str(problem)
             self._error(reason, self.text[start : start + 60])
-            return start, tag.end() if tag and tag[0] == CLOSE else inside
+            return start, tag.end() if tag and tag[0] == close else inside
         for call in found:
             call_id = f"{self.id_prefix}{len(self.calls)}"
+            if self.form.ids and call.id and call.id not in (known["id"] for known in self.calls):
+                call_id = call.id
             self.calls.append(tool_call(call_id, call.name, call.arguments))
             if call.unwrapped:
                 self.remarks.append(f"the arguments of {call_id} were a JSON string and were unwrapped")
         return end, end
 
     def _error(self, problem: str, near: str) -> None:
-        self.errors.append(f"A tool call was not executed: {problem}. It was near {near!r}. Write it as {FORMAT}")
+        told = f"A tool call was not executed: {problem}. It was near {near!r}. Write it as {self.form.shown}"
+        self.errors.append(told)
         if len(self.errors) == MAX_ERRORS:
             self.errors.append(f"What follows was not read: {MAX_ERRORS} tool calls could not be understood.")
 
 
-def _read_block(text: str, at: int, truncated: bool) -> tuple[list[_Call], int]:
+def _read_block(text: str, at: int, form: CallForm, truncated: bool) -> tuple[list[_Call], int]:
     """The calls from ``at`` to the closing tag or the end of the text; the end of the block."""
     found: list[_Call] = []
     at = _skip(text, at)
-    while at < len(text) and not text.startswith(CLOSE, at):
-        call, at = _read_call(text, at)
+    if form.between:
+        call, at = _read_named(text, at, form.between)
         found.append(call)
         at = _skip(text, at)
+    else:
+        array = text.startswith("[", at)
+        at = _skip(text, at + 1) if array else at
+        while at < len(text) and not _ends(text, at, form, array):
+            if array and found:
+                _expect(text, at, ",")
+                at = _skip(text, at + 1)
+            call, at = _read_call(text, at)
+            found.append(call)
+            at = _skip(text, at)
+        if array:
+            _expect(text, at, "]")
+            at = _skip(text, at + 1)
     if not found:
         raise _MalformedError("it is empty")
     if truncated and at == len(text):
         raise _MalformedError("it is not complete")
-    return found, min(at + len(CLOSE), len(text))
+    if form.close and at < len(text):
+        _expect(text, at, form.close)
+        at += len(form.close)
+    return found, at
+
+
+def _ends(text: str, at: int, form: CallForm, array: bool) -> bool:
+    """Whether no further call is in the block."""
+    if array:
+        return text.startswith("]", at)
+    return text.startswith(form.close, at) if form.close else not text.startswith("{", at)
+
+
+def _read_named(text: str, at: int, between: str) -> tuple[_Call, int]:
+    """A call that is written as its name and its arguments, and its end."""
+    middle = text.find(between, at, at + MAX_NAME + len(between))
+    name = text[at:middle].strip() if middle >= 0 else ""
+    if not name:
+        raise _MalformedError(f"it has no name in front of {between}")
+    start = _skip(text, middle + len(between))
+    value, end = _decode(text, start)
+    if not isinstance(value, dict):
+        raise _MalformedError('its "arguments" are not an object')
+    return _Call(*_encodable(name, text[start:end]), False, ""), end
 
 
 def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple[_Call, int]:
@@ -244,12 +334,17 @@ def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple
             raise _MalformedError('its "arguments" are a string that holds more than one object')
     if not isinstance(value, dict | None):
         raise _MalformedError('its "arguments" are not an object')
-    arguments = "{}" if value is None else raw
+    call_id, _ = fields.get("id", ("", ""))
+    own = call_id if isinstance(call_id, str) and call_id.isprintable() and call_id.isascii() else ""
+    return _Call(*_encodable(name, "{}" if value is None else raw), unwrapped, own), end
+
+
+def _encodable(name: str, arguments: str) -> tuple[str, str]:
     try:
         (name + arguments).encode()
     except UnicodeEncodeError:
         raise _MalformedError("it holds half of a surrogate pair") from None
-    return _Call(name, arguments, unwrapped), end
+    return name, arguments
 
 
 def _read_object(text: str, at: int) -> tuple[dict[str, tuple[Any, str]], int]:
@@ -292,9 +387,9 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
         raise _MalformedError(str(error)) from None
 
 
-def _expect(text: str, at: int, char: str) -> None:
-    if not text.startswith(char, at):
-        raise _MalformedError(f"expected {char} at {text[at : at + 20]!r}")
+def _expect(text: str, at: int, part: str) -> None:
+    if not text.startswith(part, at):
+        raise _MalformedError(f"expected {part} at {text[at : at + 20]!r}")
 
 
 def _skip(text: str, at: int) -> int:

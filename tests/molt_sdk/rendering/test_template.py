@@ -139,7 +139,7 @@ def test_ids_of_calls_that_must_have_nine_characters(tmp_path: Path) -> None:
     checked = "{% if call.id | length != 9 %}{{ raise_exception('9') }}{% endif %}{{ call.function | tojson }}"
     abilities = abilities_of(tmp_path, WITH_TOOLS.replace("{{ call.function | tojson }}", checked))
     assert abilities.tools
-    assert abilities.short_call_ids
+    assert abilities.call_ids == "short"
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", ""])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from molt_sdk.rendering.toolcalls import (
-    FORMAT,
+    HERMES,
     MAX_ERRORS,
     ParsedReply,
     emulation_prompt,
@@ -123,7 +123,7 @@ def test_calls_before_the_cut_count() -> None:
         ("{'name': 'f'}", 'expected "'),
         ("f(x=1)", "expected { at 'f(x=1)"),
         ("", "empty"),
-        ("[]", "expected {"),
+        ("[]", "it is empty"),
         ('{"arguments": {}}', 'no "name"'),
         ('{"name": "", "arguments": {}}', 'no "name"'),
         ('{"name": 3, "arguments": {}}', 'no "name"'),
@@ -146,7 +146,7 @@ def test_an_unreadable_block_is_an_error_for_the_model_and_stays_in_the_content(
     assert (reply.content, reply.tool_calls) == (text, [])
     (error,) = reply.errors
     assert words in error
-    assert FORMAT in error
+    assert HERMES.shown in error
     assert len(error) < 350
     error.encode()
 
