@@ -48,6 +48,10 @@ class Agent(Struct, frozen=True):
         return describe(self.environment) if self.environment else ""
 
     @property
+    def has_tools(self) -> bool:
+        return bool(self.tools) or (self.environment is not None and bool(tools_from(self.environment)))
+
+    @property
     def max_turns(self) -> int | None:
         mark = mark_of(self.environment) if self.environment else None
         return mark.max_turns if isinstance(mark, EnvironmentMark) else None

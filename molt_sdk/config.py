@@ -27,7 +27,10 @@ class RolloutConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     agent_error_reward: float | None = None
     """Reward of a trajectory whose policy raised; None leaves it out of training."""
     sampling_from: Literal["agent", "config"] = "agent"
-    """``config`` overrules the temperature and the filters that an agent asks for."""
+    """``config`` overrules all that an agent asks for but max_tokens, stop and seed."""
+    tool_emulation: bool = True
+    """Tools are described, called and answered in plain text where the chat template cannot show them or nothing reads
+    the calls that it writes; without it such a model is refused at start."""
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "threads"):

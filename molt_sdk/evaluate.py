@@ -14,7 +14,7 @@ from msgspec import Struct
 from molt_sdk.agent import Agent, resolve_agent
 from molt_sdk.config import RolloutConfig, check_sampling_type, checked, with_keywords
 from molt_sdk.engines.base import Engine
-from molt_sdk.engines.select import check_engine, check_sampling, running_engine
+from molt_sdk.engines.select import check_engine, check_renderer, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError
 from molt_sdk.loop import blocking, plain_errors
@@ -68,6 +68,12 @@ class Evaluation(Struct, frozen=True, kw_only=True):
         return sum(execution.error is not None for t in self.trajectories for execution in t.tool_executions)
 
     @property
+    def segments(self) -> float | None:
+        """Mean number of roots in the turn forest of a trajectory that called the model: 1 where each call continues an
+        earlier one. ``trajectory.explain()`` says why there are more."""
+        return _mean(sum(turn.parent is None for turn in t.turns) for t in self.trajectories if t.turns)
+
+    @property
     def tokens(self) -> int:
         """Sampled tokens."""
         return sampled_tokens(self.trajectories)
@@ -78,6 +84,8 @@ class Evaluation(Struct, frozen=True, kw_only=True):
         if self.reward is not None:
             flat["reward"] = self.reward
         flat |= {f"reward/{name}": value for name, value in self.rewards.items()}
+        if self.segments is not None:
+            flat["segments"] = self.segments
         return flat | {"truncated": self.truncated, "tool_errors": self.tool_errors, "tokens": self.tokens}
 
 
@@ -204,8 +212,8 @@ async def _run(
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit} must be at least 1")
     path = check_engine(engine, model)
-    renderer = Renderer(path)
-    check_sampling(sampling, renderer)
+    renderer = Renderer(path, emulate_tools=config.tool_emulation)
+    check_renderer(renderer, sampling, tools=agent.has_tools)
     rows = await agent.tasks.once(limit)
     settings = {"sampling": sampling, "rollout": config, "group_size": group_size, "seed": seed, "model": path}
     meta = {"kind": "rollout", "policy": agent.policy_name, "environment": agent.environment_name}

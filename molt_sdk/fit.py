@@ -22,7 +22,7 @@ from molt_sdk.agent import Agent, resolve_agent
 from molt_sdk.buffer import Buffer
 from molt_sdk.config import check_sampling_type
 from molt_sdk.engines.base import Engine
-from molt_sdk.engines.select import check_engine, check_sampling, running_engine
+from molt_sdk.engines.select import check_engine, check_renderer, running_engine
 from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedError, StoreError, TrainingError
 from molt_sdk.evaluate import Evaluation, run_tasks
 from molt_sdk.fit_config import FitConfig, changed_settings, merge_keywords
@@ -133,8 +133,8 @@ async def afit(
     except RequestError as error:
         raise ConfigError(str(error)) from None
     config = msgspec.structs.replace(config, model=check_engine(live, config.model or None))
-    renderer = Renderer(config.model)
-    check_sampling(config.sampling, renderer)
+    renderer = Renderer(config.model, emulate_tools=config.rollout.tool_emulation)
+    check_renderer(renderer, config.sampling, tools=agent.has_tools)
     held_out = await _eval_tasks(eval_tasks, config)
     await _first_task(agent.tasks)
 

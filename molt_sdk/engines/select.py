@@ -37,8 +37,15 @@ def check_engine(engine: str | Engine, model: str | None) -> str:
     return path
 
 
-def check_sampling(sampling: SamplingParams, renderer: Renderer) -> None:
-    """Raise ConfigError if one completion alone could not fit into the context."""
+def check_renderer(renderer: Renderer, sampling: SamplingParams, *, tools: bool) -> None:
+    """What can be known of a model before anything expensive starts; ``tools``: the agent has some.
+
+    Raises:
+        TemplateError: the chat template cannot show tools, and emulation is switched off.
+        ConfigError: one completion alone could not fit into the context.
+    """
+    if tools:
+        renderer.require_tools()
     if sampling.max_tokens >= renderer.context_length:
         raise ConfigError(
             f"sampling.max_tokens={sampling.max_tokens} does not fit into the model's context of "

@@ -30,8 +30,9 @@ class Renderer:
         TemplateError: its chat template does not compile.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, emulate_tools: bool = True) -> None:
         self.files = ModelFiles(model)
+        self._emulate_tools = emulate_tools
         self.tokens = self.files.tokens
         self._chat = _Chat(self.files) if self.files.chat_template is not None else None
 
@@ -39,6 +40,14 @@ class Renderer:
     def chat(self) -> _Chat:
         """Raises TemplateError for a model without a chat template."""
         return self._chat if self._chat is not None else _Chat(self.files)
+
+    def require_tools(self) -> None:
+        """Raise TemplateError if tools can only be emulated and that is switched off."""
+        if self.chat.emulates_tools and not self._emulate_tools:
+            raise TemplateError(
+                f"{self.chat.template.place} {self.chat.why_emulated}; use another model, or allow tools in plain text "
+                "with RolloutConfig(tool_emulation=True)"
+            )
 
     @property
     def context_length(self) -> int:
@@ -54,6 +63,8 @@ class Renderer:
 
         Raises TemplateError where the template refuses the messages or leaves one out.
         """
+        if tools:
+            self.require_tools()
         bridger, shape = self.chat.bridger, self.chat.shape
         marker = self.tokens.marker_for(messages, tools)
         text = bridger.render(messages, tools, marker)
@@ -153,11 +164,13 @@ class _Chat:
         self.known: KnownModel | None = None
         self.form = HERMES
         self.emulates_tools = not self.abilities.tools
+        self.why_emulated = "does not show tools, their calls and their results" if self.emulates_tools else ""
         self._build(None)
         if self.abilities.tools or self.abilities.reasoning_key:  # else the library adds nothing
             self._build(next(filter(self._agrees, self._candidates()), None))
         if self.abilities.tools and not self.reads_its_calls() and not self._find_reader():
             self.emulates_tools = True
+            self.why_emulated = "writes tool calls in a form that cannot be read back"
             self._build(None)
         self.windowed = all(self._same_from_window(conversation, tools) for conversation, tools in LONG_PROBES)
         """Whether long probe conversations are continued alike from all of their messages and from a window."""

@@ -781,6 +781,7 @@ async def test_an_evaluation_averages_over_trajectories_not_over_turns(pocket: s
         "trajectories": 3,
         "failures": 1,
         "reward": 0.5,
+        "segments": 5 / 3,
         "truncated": 0,
         "tool_errors": 0,
         "tokens": 10,

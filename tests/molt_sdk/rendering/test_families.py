@@ -118,7 +118,8 @@ class Player:
         """Run the policy on scripted replies; the record must be exact whatever happens."""
         self._replies = iter(replies)
         self.engine.requests.clear()
-        with patch("molt_sdk.evaluate.Renderer", lambda path: self.engine.renderer):  # reading a template takes a while
+        renderer = self.engine.renderer  # reading a template takes a while
+        with patch("molt_sdk.evaluate.Renderer", lambda path, emulate_tools: renderer):
             (group,) = molt.rollout(policy, [molt.Task("q")], engine=self.engine, group_size=1, sampling=ROOM)
         (trajectory,) = group.trajectories
         assert trajectory.status in ("ok", "truncated"), trajectory.error

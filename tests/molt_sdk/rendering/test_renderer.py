@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+import molt_sdk as molt
+from molt_sdk.errors import TemplateError
 from molt_sdk.rendering.renderer import Bridge, History, NoBridge, Renderer
-from molt_sdk.testing import TEMPLATES, pocket_model
+from molt_sdk.testing import TEMPLATES, ScriptedEngine, pocket_model
 from molt_sdk.types import Message
 
 CHATML = TEMPLATES["chatml"]
@@ -305,3 +307,30 @@ def test_one_renderer_serves_many_threads(chatml: Renderer) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+# --- tools that the template cannot show ------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_without_emulation_such_a_model_is_refused_before_anything_starts(pocket: str) -> None:
+    """F31: never found out in the middle of a run; the error names the model and what to do."""
+
+    def add(a: int, b: int) -> int:
+        """Add numbers."""
+        return a + b
+
+    engine = ScriptedEngine(pocket, ["never asked"])
+    strict = molt.RolloutConfig(tool_emulation=False)
+    with pytest.raises(TemplateError, match=rf"{pocket} does not show tools.*tool_emulation=True"):
+        await molt.arollout(tasks=[{"prompt": "q"}], tools=[add], engine=engine, config=strict)
+
+    @molt.policy
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        await model.chat("q", tools=[add])
+
+    (group,) = await molt.arollout(policy, [{"prompt": "q"}], engine=engine, config=strict)
+    assert "tool_emulation=True" in (group.trajectories[0].error or "")
+    assert not engine.requests
+    allowed = await molt.arollout(policy, [{"prompt": "q"}], engine=engine)
+    assert "You can call these tools" in shown(engine.renderer, allowed[0].trajectories[0].turns[0].prompt_token_ids)
