@@ -32,6 +32,8 @@ Tools = Sequence[Mapping[str, Any]]
 class Abilities(Struct, frozen=True, kw_only=True):
     """What a template shows as it is; what it does not is put in another form."""
 
+    text_content: bool
+    """Content as text; else as a list of one text part."""
     developer: bool
     """The role ``developer``; else it is shown as ``system``."""
     system: bool
@@ -59,7 +61,7 @@ def find_abilities(template: ChatTemplate) -> Abilities:
     def shows(messages: Shown, *expected: str, tools: Tools = ()) -> str:
         """The rendered text if it shows what is expected in that order, else ""."""
         try:
-            text = template.text(messages, tools, generation_prompt=True)
+            text = template.text(messages if as_text else in_parts(messages), tools, generation_prompt=True)
         except TemplateError:
             return ""
         at = 0
@@ -70,6 +72,8 @@ def find_abilities(template: ChatTemplate) -> Abilities:
             at += len(part)
         return text
 
+    as_text = True
+    as_text = bool(shows([_message("user", "MOLTUSER1")], "MOLTUSER1"))
     user, reply = _message("user", "MOLTUSER1"), _message("assistant", "MOLTREPLY1")
     later = [user, reply, _message("system", "MOLTSYSTEM"), _message("user", "MOLTUSER2")]
     repeated = [user, _message("user", "MOLTUSER2"), reply, _message("assistant", "MOLTREPLY2"), user]
@@ -101,6 +105,7 @@ def find_abilities(template: ChatTemplate) -> Abilities:
         if shows([user, thought[key]], "MOLTTHOUGHT") or shows([user, acted[key], result], "MOLTTHOUGHT")
     )
     return Abilities(
+        text_content=as_text,
         developer=bool(shows([_message("developer", "MOLTSYSTEM"), user], "MOLTSYSTEM", "MOLTUSER1")),
         system=bool(shows([_message("system", "MOLTSYSTEM"), user], "MOLTSYSTEM")),
         later_system=bool(shows(later, "MOLTREPLY1", "MOLTSYSTEM", "MOLTUSER2")),
@@ -161,7 +166,9 @@ class Shaper:
             shown = _folded(shown)
         if not can.later_system:
             shown[1:] = [{**m, "role": "user"} if m["role"] == "system" else m for m in shown[1:]]
-        return (shown if can.repeated_roles else _joined(shown)), schemas
+        if not can.repeated_roles:
+            shown = _joined(shown)
+        return (shown if can.text_content else in_parts(shown)), schemas
 
     def content(self, message: Message, marker: str) -> str:
         """A message's guarded text: what users and tools say may not even spell the tags that the template writes."""
@@ -200,6 +207,11 @@ class Shaper:
 
 def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
+
+
+def in_parts(messages: Shown) -> Shown:
+    """Content as a list of one text part, as templates of models that also see images may want it."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def _calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[ToolCall]:

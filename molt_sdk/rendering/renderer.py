@@ -103,13 +103,17 @@ class Renderer:
             prompt: the latest ids of the prompt of the reply.
         """
         chat = self.chat
-        if chat.known is not None and chat.known_bridges:
+        if chat.known is not None and chat.known_bridges and all(m["role"] in ("user", "tool") for m in new_messages):
             ids = chat.known.bridge(prompt, completion_token_ids, new_messages, tools)
-            if ids is not None:
+            if ids is not None and self._shows_all(ids, new_messages):
                 return Bridge(ids)
         ended = completion_token_ids[-1] if completion_token_ids[-1] in chat.eos_token_ids else None
         sampled = SampledReply(chat.parser.text(completion_token_ids), reply, ended)
         return chat.bridger.bridge(history, sampled, new_messages, tools)
+
+    def _shows_all(self, token_ids: Sequence[int], messages: Sequence[Message]) -> bool:
+        text = self.tokens.decode(token_ids)
+        return all(shows_content(text, str(message.get("content") or "")) for message in messages)
 
     @property
     def windowed(self) -> bool:
