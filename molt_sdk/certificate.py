@@ -13,11 +13,12 @@ from molt_sdk.types import Certificate, Sample, Trajectory, Turn
 
 
 def turn_digest(turn: Turn) -> bytes:
-    """16 bytes over the parent's digest and all of a turn that a certificate speaks of: its place, agent, whether it
-    is trained, temperature, ids, logprobs and versions. Messages and rewards are not part of it."""
+    """16 bytes over the parent's digest and all of a turn that a certificate speaks of: its place, agent, what it
+    follows, whether it is trained, temperature, ids, logprobs and versions. Messages and rewards are not part of it."""
     head = [
         turn.id,
         turn.parent_turn.digest.hex() if turn.parent_turn is not None else None,
+        turn.follows,
         turn.agent,
         bool(turn.trainable),
         float(turn.sampling.temperature),
@@ -119,6 +120,10 @@ def _structure_problems(turns: Sequence[Turn], index: int) -> Iterator[str]:
             yield "a root with a parent record"
         if not turn.fork_reason:
             yield "a root without a fork_reason"
+        if turn.follows is not None and not 0 <= turn.follows < index:
+            yield f"it follows turn {turn.follows}, which is not an earlier turn"
+    elif turn.follows is not None:
+        yield f"it follows turn {turn.follows}, although it is not a root"
     elif not 0 <= turn.parent < index:
         yield f"parent {turn.parent} is not an earlier turn"
         return

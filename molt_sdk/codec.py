@@ -61,6 +61,7 @@ class _Turn(Struct, array_like=True):
     """``message``, as an index of ``trajectory.messages``."""
     drawn: _Number = 0
     """``sampling`` without its seed, as an index of ``trajectory.samplings``."""
+    follows: int | None = None
 
 
 class _Trajectory(Struct, array_like=True):
@@ -171,6 +172,7 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
             asked=messages.ranges(turn.new_messages),
             answered=messages.number(turn.message),
             drawn=samplings.number(turn.sampling),
+            follows=turn.follows,
         )
 
     task = trajectory.task
@@ -238,6 +240,7 @@ def _from_wire(wire: _Trajectory) -> Trajectory:
                 parent_turn=None if turn.parent is None else turns[turn.parent],
                 remarks=tuple(turn.remarks),
                 digest=turn.digest,
+                follows=turn.follows,
             )
         )
     prompt, answer, task_id, metadata = wire.task

@@ -33,18 +33,20 @@ def leaf_paths(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
 
 
 def abandoned_turns(turns: Sequence[Turn]) -> dict[int, int]:
-    """Best of n: where one of several replies to one prompt is continued, the childless others without a reward of
-    their own are not trained. Ids of these, each with the id of the (first) reply that was continued."""
+    """Best of n: where one of several replies to one prompt is continued, if only in a root that follows it, the others
+    without a reward of their own are not trained. Ids of these, each with the id of the (first) reply that was
+    continued."""
     children = children_of(turns)
+    went_on = children.keys() | {turn.follows for turn in turns}
     abandoned: dict[int, int] = {}
     for siblings in children.values():
         by_prompt: defaultdict[tuple[str, bytes], list[Turn]] = defaultdict(list)
         for turn in siblings:
             by_prompt[turn.agent, turn.context_i32].append(turn)
         for same in by_prompt.values():
-            continued = [turn.id for turn in same if turn.id in children]
+            continued = [turn.id for turn in same if turn.id in went_on]
             if continued:
-                given_up = (t for t in same if t.trainable and t.reward is None and t.id not in children)
+                given_up = (t for t in same if t.trainable and t.reward is None and t.id not in went_on)
                 abandoned |= {turn.id: continued[0] for turn in given_up}
     return abandoned
 

@@ -59,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Prompt ids after those of the parent."""
     prompt: list[int]
     new_messages: list[Message]
+    follows: int | None = None
 
 
 class Recorder:
@@ -176,20 +177,20 @@ class Recorder:
             reason = f"other tools are offered than in turn {node.turn.id}"
         else:
             return Plan(node, "", [], [], request.messages[node.messages :])
-        return Plan(None, reason, [], [], request.messages)
+        return Plan(None, reason, [], [], request.messages, node.turn.id if node else None)
 
     def _rendered(self, plan: Plan, request: Request, tools: Sequence[Mapping[str, Any]]) -> Plan:
         """The plan with its token ids. Where the candidate cannot be extended, a new root with the reason."""
-        node, reason = plan.parent, plan.fork_reason
+        node, reason, follows = plan.parent, plan.fork_reason, plan.follows
         if node is not None:
             bridge = self._bridge(node, plan.new_messages, tools)
             if isinstance(bridge, Bridge):
                 prompt = node.token_ids
                 prompt += bridge.token_ids  # in place: the copy of a long prompt is what a turn costs
                 return Plan(node, "", bridge.token_ids, prompt, plan.new_messages)
-            reason = f"cannot continue turn {node.turn.id}: {bridge.reason}"
+            reason, follows = f"cannot continue turn {node.turn.id}: {bridge.reason}", node.turn.id
         prompt = self.renderer.prompt(request.messages, tools)
-        return Plan(None, reason, prompt, prompt, request.messages)
+        return Plan(None, reason, prompt, prompt, request.messages, follows)
 
     def _bridge(self, node: Node, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Bridge | NoBridge:
         numbers = node.window.numbers if self.renderer.windowed else range(node.messages - 1)
@@ -282,6 +283,7 @@ class Recorder:
             version_spans=to_spans(generation.versions),
             seconds=seconds,
             remarks=(*reply.tool_errors, *reply.remarks),
+            follows=plan.follows,
             parent_turn=parent,
         )
         turn = msgspec.structs.replace(turn, digest=turn_digest(turn))

@@ -219,6 +219,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     version_spans: tuple[Span, ...]
     reward: float | None = None
     seconds: float = 0.0
+    follows: int | None = None
+    """Of a root: the turn whose conversation it goes on with, although its tokens could not be extended."""
     parent_turn: Turn | None = None
     """The record of ``parent``; never stored twice."""
     remarks: tuple[str, ...] = ()

@@ -72,16 +72,18 @@ def find_abilities(template: ChatTemplate) -> Abilities:
             at += len(part)
         return text
 
-    as_text = True
-    as_text = bool(shows([_message("user", "MOLTUSER1")], "MOLTUSER1"))
     user, reply = _message("user", "MOLTUSER1"), _message("assistant", "MOLTREPLY1")
+    as_text = True
+    if not shows([user], "MOLTUSER1"):
+        as_text = False
+        as_text = not shows([user], "MOLTUSER1")
     later = [user, reply, _message("system", "MOLTSYSTEM"), _message("user", "MOLTUSER2")]
     repeated = [user, _message("user", "MOLTUSER2"), reply, _message("assistant", "MOLTREPLY2"), user]
 
-    def calling(calls: int, as_text: bool, ids: IdForm) -> bool:
+    def calling(calls: int, arguments_as_text: bool, ids: IdForm) -> bool:
         values = [f"MOLTVALUE{i}" for i in range(calls)]
         made = _calls([("MOLTTOOL", {"x": value}) for value in values])
-        asked = [_shown_call(call, as_text, _call_id(call, i, ids)) for i, call in enumerate(made)]
+        asked = [_shown_call(call, arguments_as_text, _call_id(call, i, ids)) for i, call in enumerate(made)]
         results = [
             _message("tool", f"MOLTRESULT{i}", name="MOLTTOOL", tool_call_id=asked[i]["id"]) for i in range(calls)
         ]

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from molt_sdk import certificate as certificates
 from molt_sdk.certificate import turn_digest
 from molt_sdk.codec import decode_trajectory, encode_trajectory
 from molt_sdk.packed import pack_floats, pack_ints
-from molt_sdk.testing import Script, ScriptedEngine
+from molt_sdk.testing import TEMPLATES, Script, ScriptedEngine, pocket_model
 
 END = 258
 
@@ -373,3 +374,30 @@ def test_one_change_of_any_record_is_named(pocket: str, steps: list[Step], seed:
     assert not certificate
     assert certificate.sealed
     assert {problem.split(":")[0] for problem in certificate.problems} == {f"turn {turn.id}"}
+
+
+@pytest.mark.anyio
+async def test_best_of_n_is_settled_also_where_the_template_forces_a_new_root(tmp_path: Path) -> None:
+    """The reply that the agent goes on with is continued, though its reasoning is dropped and no token is shared."""
+    drops = "message['content'].split('</think>')[-1]"
+    path = pocket_model(tmp_path, TEMPLATES["chatml"].replace("message['content']", drops))
+    engine = ScriptedEngine(path, ["<think>a</think>A", "<think>b</think>B", "<think>c</think>C", "end"])
+
+    @molt.policy
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        question: list[molt.Message] = [{"role": "user", "content": "q"}]
+        replies = [await model.chat(question) for _ in range(3)]
+        await model.chat([*replies[1].messages, {"role": "user", "content": "go on"}])
+        return 1.0
+
+    (group,) = await molt.arollout(policy, [molt.Task("t")], engine=engine)
+    (trajectory,) = group.trajectories
+    last = trajectory.turns[3]
+    assert (last.parent, last.follows) == (None, 1)
+    certificate = trajectory.certify()
+    assert certificate.ok
+    assert certificate.abandoned_tokens == sum(len(trajectory.turns[i].completion_token_ids) for i in (0, 2))
+    trained = {t for row in trajectory.samples() for t, m in zip(row.turn_ids, row.loss_mask, strict=True) if m}
+    assert trained == {1, 3}
+    assert decode_trajectory(encode_trajectory(trajectory)) == trajectory
+    assert not changed(trajectory, 3, follows=None).certify()

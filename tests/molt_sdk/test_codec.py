@@ -389,7 +389,7 @@ SHARED, ASKED, ANSWERED, DRAWN = range(17, 21)
 )
 def test_a_damaged_reference_is_a_store_error(field: int, value: Any) -> None:
     wire = wire_of(one_turn(), one_turn())
-    assert wire[3][1][SHARED:] == [[0, 2], [[0, 1]], 1, 0]
+    assert wire[3][1][SHARED : DRAWN + 1] == [[0, 2], [[0, 1]], 1, 0]
     assert decode_trajectory(msgspec.msgpack.encode(wire)).turns[1].prompt_token_ids == [1, 2]
     wire[3][1][field] = value
     with pytest.raises(StoreError, match="cannot be read"):
