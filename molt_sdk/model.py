@@ -83,7 +83,7 @@ class SamplingRules(msgspec.Struct, frozen=True):
         except ConfigError as error:
             raise RequestError(f"{place}: {error}") from None
         if self.training and trainable:
-            check_trainable(params, place)
+            check_trainable(params, place, OVERRULE)
         return params
 
 
@@ -99,20 +99,22 @@ _OFF: dict[str, Any] = {
 """What draws from a distribution that the trainer does not compute, and the value that switches it off."""
 
 
-def check_trainable(params: SamplingParams, place: str) -> None:
+OVERRULE = ', or set sampling_from="config" to overrule what the agent asks for'
+
+
+def check_trainable(params: SamplingParams, place: str, advice: str = "") -> None:
     """Refuse sampling whose logprobs the trainer cannot reproduce. Raises RequestError."""
-    advice = 'or set sampling_from="config" to overrule what the agent asks for'
     if not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise RequestError(
             f"{place}: temperature={params.temperature} cannot be trained on; use a value > 0 "
-            f"({MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}), {advice}"
+            f"({MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}){advice}"
         )
     for name, off in _OFF.items():
         value = getattr(params, name)
         if value != off:
             raise RequestError(
                 f"{place}: {name}={value!r:.80} changes the distribution that tokens are drawn from, and the trainer "
-                f"would see wrong ratios; use {name}={off} in training, {advice}"
+                f"would see wrong ratios; use {name}={off} in training{advice}"
             )
 
 

@@ -159,6 +159,7 @@ class _Chat:
 
     def __init__(self, files: ModelFiles) -> None:
         self.files = files
+        _ = files.tokens.plain  # made now: a large vocabulary takes a second, which no call should wait for
         self.template = ChatTemplate(files)
         self.abilities: Abilities = find_abilities(self.template)
         self.end_of_turn = self._find_end_of_turn()
@@ -193,7 +194,7 @@ class _Chat:
         shown = History([before[i] for i in numbers], [*numbers, len(before)])
         everything = History(before, range(len(before) + 1))
         whole, part = (self.bridger.bridge(history, sampled, [new], tools) for history in (everything, shown))
-        return whole == part or isinstance(whole, NoBridge)
+        return whole == part or (isinstance(whole, NoBridge) and isinstance(part, NoBridge))
 
     def _build(self, known: KnownModel | None) -> None:
         eos = [*self.files.eos_token_ids, *([self.end_of_turn] if self.end_of_turn is not None else [])]
@@ -232,11 +233,22 @@ class _Chat:
             return all(
                 known.prompt(messages, tools) == self.files.tokens.encode(self.bridger.render(messages, tools, ""))
                 for messages, tools in PROBES
-                if self.abilities.system or messages[0]["role"] != "system"
+                if self._can_show(messages, tools)
             )
         except Exception as error:  # a library's refusal of a conversation, or the template's
             logger.trace("renderers: {} is not {}: {!r}", self.template.place, known.name, error)
             return False
+
+    def _can_show(self, messages: Sequence[Message], tools: Tools) -> bool:
+        """Whether the template itself shows a probe, no part of it in another form."""
+        can = self.abilities
+        reasons = any("reasoning" in message for message in messages)
+        starts_with_system = messages[0]["role"] == "system"
+        return (
+            (can.system or not starts_with_system)
+            and (can.tools or not tools)
+            and bool(can.reasoning_key or not reasons)
+        )
 
     def _same_bridge(self, known: KnownModel) -> bool:
         """Whether the library continues a plain reply as the template does, where both can."""
@@ -288,15 +300,27 @@ class _Chat:
         marker = tokens.marker_for([reply], tools)
         head = self.bridger.render([USER], tools, marker)
         full = self.bridger.render([USER, reply, *(results or [USER])], tools, marker)
-        start = self._boundary(head, full)
-        rest = full[start:]
-        after = rest.find("MOLTRESULT" if results else "MOLTUSER")
-        rest = rest[:after] if after >= 0 else rest
-        ends = [m.end() for m in tokens.control.finditer(rest) if tokens.control_ids[m[0]] in self.eos_token_ids]
-        rest = rest[: ends[0]] if ends else rest
-        if "<think>" in head[start:]:  # the prompt opens what history leaves out
-            rest = f"{reply.get('reasoning', '')}\n</think>\n\n{rest}"
+        rest, closing = self._reply_in(full, head, "MOLTRESULT" if results else "MOLTUSER")
+        if not results:  # once a user message follows, some templates drop the reasoning or write another end
+            shown, schemas = self.shape([USER, reply], tools, marker)
+            last = self.template.text(shown, schemas, generation_prompt=False)
+            rest, own_closing = self._reply_in(last, head, "")
+            rest = rest if own_closing else rest.rstrip() + closing
+        if self.opens_thinking:  # in the prompt, and some templates leave it out of history
+            rest = rest.removeprefix("<think>")
+            if "</think>" not in rest:
+                rest = f"{reply.get('reasoning', '')}\n</think>\n\n{rest}"
         return tokens.encode(rest, marker)
+
+    def _reply_in(self, full: str, head: str, until: str) -> tuple[str, str]:
+        """What follows ``head`` in ``full`` up to the first EOS token, and that token; else up to the text ``until``."""
+        tokens = self.files.tokens
+        rest = full[self._boundary(head, full) :]
+        after = rest.find(until) if until else -1
+        rest = rest[:after] if after >= 0 else rest
+        ends = (m for m in tokens.control.finditer(rest) if tokens.control_ids[m[0]] in self.eos_token_ids)
+        end = next(ends, None)
+        return (rest[: end.end()], end[0]) if end else (rest, "")
 
     def _boundary(self, head: str, full: str) -> int:
         """Where two texts part, but not inside a control token."""
@@ -335,4 +359,6 @@ LONG_PROBES: tuple[tuple[list[Message], Tools], ...] = (
     ([SYSTEM, USER, *[PLAIN_REPLY, USER] * 12], ()),
     ([USER, *[CALL, RESULT] * 12, PLAIN_REPLY, USER], [PROBE_TOOL]),
     ([USER, *[CALL, RESULT, PLAIN_REPLY, USER] * 6], [PROBE_TOOL]),
+    ([USER, THOUGHT, USER, *[PLAIN_REPLY, USER] * 12], ()),
+    ([USER, {**CALL, "reasoning": "MOLTTHOUGHT"}, RESULT, *[CALL, RESULT] * 12, PLAIN_REPLY, USER], [PROBE_TOOL]),
 )

@@ -38,7 +38,7 @@ class Tokens:
         """Matches every control token in a text."""
 
     @functools.cached_property
-    def _plain(self) -> Tokenizer:
+    def plain(self) -> Tokenizer:
         """The tokenizer without added tokens, but for one that stands for the control token before a text: some
         tokenizers put a space in front of text that follows none."""
         from tokenizers import AddedToken, Tokenizer
@@ -103,9 +103,9 @@ class Tokens:
 
     def _encode_plain(self, text: str, marker: str, control: str) -> list[int]:
         before = _SEPARATOR if control else ""
-        ids = self._encode(self._plain, before + text.replace(marker, ""))[bool(before) :]
+        ids = self._encode(self.plain, before + text.replace(marker, ""))[bool(before) :]
         if not self.control_id_set.isdisjoint(ids):  # a vocabulary that holds the spelling as a piece of text
-            ids = [i for part in text.split(marker) for i in self._encode(self._plain, _SEPARATOR + part)[1:]]
+            ids = [i for part in text.split(marker) for i in self._encode(self.plain, _SEPARATOR + part)[1:]]
         return ids
 
     @functools.cached_property
