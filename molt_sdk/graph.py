@@ -27,7 +27,7 @@ from molt_sdk.messages import (
     shown_difference,
 )
 from molt_sdk.rendering.window import Window
-from molt_sdk.types import Message, Turn
+from molt_sdk.types import Message, ToolCall, Turn
 
 COMPARED = 32
 """Latest turns that a request is compared with; keeps the cost of one call apart from the trajectory's length."""
@@ -35,12 +35,15 @@ COMPARED = 32
 
 def canonical(message: Message) -> bytes:
     """What makes two messages the same for lineage: a client that echoes a reply without its reasoning, with parsed
-    arguments or with None for "" still continues it; any change of text, name or arguments does not."""
+    arguments or with None for "" still continues it; any change of text, name or arguments does not. The name of a
+    tool message is that of its call, whether or not the client repeats it. (A reply that is echoed without some of its
+    parallel calls is restored first: what was left out is no change.)"""
     calls = [
         (call["function"]["name"], parsed_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
-    parts = [message["role"], message.get("content") or "", calls, message.get("tool_call_id") or ""]
+    name = message.get("name", "") if message["role"] != "tool" else ""
+    parts = [message["role"], message.get("content") or "", calls, message.get("tool_call_id") or "", name]
     return json.dumps(parts, sort_keys=True).encode()  # JSON holds whatever a model writes: huge integers, odd escapes
 
 
@@ -58,6 +61,8 @@ class Request(NamedTuple):
     """The same, well-formed."""
     keys: list[bytes]
     """One per non-empty prefix of the messages."""
+    remarks: tuple[str, ...] = ()
+    """What was restored of replies that were echoed incompletely."""
 
 
 class Conversation:
@@ -104,8 +109,9 @@ class Lineage:
         self._nodes: list[Node] = []
         self._nodes_by_key: defaultdict[bytes, list[Node]] = defaultdict(list)
 
-    def read(self, messages: Sequence[Any], place: str) -> Request:
-        """Well-formed messages with their keys. What an earlier conversation holds already is not read again.
+    def read(self, messages: Sequence[Any], place: str, visible: Callable[[Turn], bool]) -> Request:
+        """Well-formed messages with their keys. What an earlier conversation holds already is not read again, and a
+        reply of a ``visible`` turn that a client echoed incompletely is as it was recorded.
 
         Raises RequestError naming the message and what is wrong with it.
         """
@@ -117,10 +123,25 @@ class Lineage:
             clean.append(normalize_one(messages[i], f"{place}: message {i}"))
             given.append(_owned(messages[i]))
         clean = match_results(clean, place, same)
-        keys = known.keys[:same] if known else []
-        start = keys[-1] if keys else b""
-        keys += itertools.islice(itertools.accumulate(clean[same:], extend_key, initial=start), 1, None)
-        return Request(given, clean, keys)
+        request = Request(given, clean, _extended(known.keys[:same] if known else [], clean))
+        return self._restored(request, [node for node in self._nodes[-COMPARED:] if visible(node.turn)])
+
+    def _restored(self, request: Request, nodes: Sequence[Node]) -> Request:
+        """The request with replies of the closest of ``nodes`` instead of echoes that lack parallel calls, or that are
+        split into text and calls."""
+        while nodes:
+            same, node = max(((_common(node.keys[: node.messages], request.keys), node) for node in nodes), key=_first)
+            if same >= min(node.messages, len(request.messages)):
+                break
+            reply = node.conversation.messages[same]
+            taken = _echo(reply, request.messages[same : same + 2])
+            if not taken:
+                break
+            messages = [*request.messages[:same], reply, *request.messages[same + taken :]]
+            remark = f"message {same} was echoed incompletely and is as it was sampled"
+            keys = _extended(request.keys[:same], messages)
+            request = Request(list(messages), messages, keys, (*request.remarks, remark))
+        return request
 
     def _repeated(self, messages: Sequence[Any]) -> tuple[Conversation | None, int]:
         """The conversation of which the request repeats most, and how many messages; only the latest are looked at."""
@@ -143,7 +164,8 @@ class Lineage:
         """Remember ``turn``; ``token_ids`` are its prompt + completion after those of its parent."""
         covered = len(request.messages)
         if parent is None:
-            conversation = Conversation(Request(*map(list, request)), token_ids)
+            copied = Request(list(request.given), list(request.messages), list(request.keys))
+            conversation = Conversation(copied, token_ids)
         else:
             conversation = parent.conversation
             if len(conversation.messages) > parent.messages:  # another turn went on from there
@@ -167,7 +189,9 @@ class Lineage:
                     return node
         return None
 
-    def explain_new_root(self, request: Request, visible: Callable[[Turn], bool]) -> str:
+    def explain_new_root(
+        self, request: Request, tools: Sequence[dict[str, Any]], visible: Callable[[Turn], bool]
+    ) -> str:
         """Why a request extends no turn: the first message in which it differs from the closest of the latest."""
         nodes = [node for node in self._nodes[-COMPARED:] if visible(node.turn)]
         if not nodes:
@@ -182,10 +206,42 @@ class Lineage:
         same, repeated = rank(closest)
         turn = closest.turn.id
         if repeated:
-            return f"same prompt as turn {turn}"
+            same_tools = list(closest.turn.tools) == tools
+            return f"same prompt as turn {turn}" if same_tools else f"same messages as turn {turn}, with other tools"
         if same >= asked:
             return f"history of turn {turn} was cut to its first {asked} messages"
         return f"differs from turn {turn}: {_difference(same, closest, request.messages[same])}"
+
+
+def _extended(keys: list[bytes], messages: Sequence[Message]) -> list[bytes]:
+    """Keys of all messages from those of the first."""
+    start = keys[-1] if keys else b""
+    return [*keys, *itertools.islice(itertools.accumulate(messages[len(keys) :], extend_key, initial=start), 1, None)]
+
+
+def _first(pair: tuple[int, Node]) -> int:
+    return pair[0]
+
+
+def _echo(reply: Message, given: Sequence[Message]) -> int:
+    """How many messages are an incomplete echo of a reply: one that lacks some of its parallel calls, or two of which
+    the first has its text and the second its calls. 0 if it was changed."""
+    calls = [_call_json(call) for call in reply.get("tool_calls") or ()]
+    if not calls or any(message["role"] != "assistant" for message in given[:1]):
+        return 0
+    first, *rest = given
+    parts = [first]
+    if not first.get("tool_calls") and rest and rest[0]["role"] == "assistant" and not rest[0].get("content"):
+        parts.append(rest[0])
+    kept = [_call_json(call) for call in parts[-1].get("tool_calls") or ()]
+    wanted = iter(calls)
+    if first.get("content") != reply.get("content") or not kept or not all(call in wanted for call in kept):
+        return 0
+    return len(parts)
+
+
+def _call_json(call: ToolCall) -> str:
+    return json.dumps([call["function"]["name"], parsed_arguments(call["function"]["arguments"])], sort_keys=True)
 
 
 def _owned(given: Any) -> Any:
@@ -210,8 +266,6 @@ def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 def _difference(index: int, closest: Node, after: Message) -> str:
-    if index >= closest.messages:
-        return f"message {index} follows a reply that cannot be continued"
     before = closest.conversation.messages[index]
     if before["role"] != after["role"]:
         return f"message {index} changed its role from {before['role']} to {after['role']}"
@@ -219,4 +273,6 @@ def _difference(index: int, closest: Node, after: Message) -> str:
     if old != new:
         at = first_difference(old, new)
         return f"message {index} ({after['role']}) changed at character {at}: {shown_difference(old, new, at)}"
+    if after["role"] != "tool" and before.get("name") != after.get("name"):
+        return f"message {index} ({after['role']}) has another name"
     return f"message {index} ({after['role']}) has other tool calls or another tool_call_id"

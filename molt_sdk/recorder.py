@@ -120,7 +120,7 @@ class Recorder:
         calls that could not be read. Raises RequestError for messages that are not well-formed."""
         await self.turnstile.turn()
         self.require_open()
-        request = self._lineage.read(message_list(messages, place), place)
+        request = self._lineage.read(message_list(messages, place), place, scope.sees)
         plan = self._plan(scope, request, tools)
         if _size(plan.new_messages) < LARGE_TEXT:
             plan = self._rendered(plan, request, tools)
@@ -133,6 +133,7 @@ class Recorder:
         )
         parent = plan.parent
         offered = parent.turn.tools if parent else tuple(dict(t) for t in tools)
+        parsed = parsed._replace(remarks=(*request.remarks, *parsed.remarks))
         turn = self._record(scope, plan, offered, sampling, generation, parsed, seconds)
         if parent is not None:
             window = parent.window.extended(request.messages, parent.messages - 1)
@@ -170,10 +171,11 @@ class Recorder:
 
     def _plan(self, scope: Scope, request: Request, tools: Sequence[Mapping[str, Any]]) -> Plan:
         """The turn to extend, if there is a candidate; nothing is rendered yet."""
+        offered = [dict(tool) for tool in tools]
         node = self._lineage.candidate(request.keys, scope.sees)
         if node is None:
-            reason = self._lineage.explain_new_root(request, scope.sees)
-        elif list(node.turn.tools) != [dict(t) for t in tools]:
+            reason = self._lineage.explain_new_root(request, offered, scope.sees)
+        elif list(node.turn.tools) != offered:
             reason = f"other tools are offered than in turn {node.turn.id}"
         else:
             return Plan(node, "", [], [], request.messages[node.messages :])

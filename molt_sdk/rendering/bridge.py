@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from molt_sdk.errors import TemplateError
-from molt_sdk.messages import first_difference, parsed_arguments, shown_difference
+from molt_sdk.messages import parsed_arguments, shown_difference
 from molt_sdk.rendering.abilities import Shaper, Tools
 from molt_sdk.rendering.template import ChatTemplate
 from molt_sdk.rendering.tokens import Tokens
@@ -39,6 +39,8 @@ class NoBridge(NamedTuple):
     """Why the request cannot continue the sampled ids."""
 
     reason: str
+    form: bool = False
+    """Nothing but the form in which the template writes the reply is another one."""
 
 
 class SampledReply(NamedTuple):
@@ -102,7 +104,7 @@ class Bridger:
         for seam in self._seams(rest):
             if self._says(rest[: seam.start()], seam[0], sampled, reply.message, tools, marker):
                 return self._after(rest, seam, reply, new, marker)
-        return NoBridge(self._unlike(rest, sampled, reply, history))
+        return self._unlike(rest, sampled, reply, history)
 
     def render(self, messages: Sequence[Message], tools: Tools, marker: str) -> str:
         shown, schemas = self._shape(messages, tools, marker)
@@ -146,14 +148,16 @@ class Bridger:
             reasoning = self._tokens.guard(message.get("reasoning", ""), marker).strip()
             if reasoning and reasoning in before and reasoning not in full:
                 return f"the chat template dropped the reasoning of message {number}"
-        at = first_difference(head, full)
+        at = self._tokens.first_difference(head, full)
         try:
             shown, _ = self._shape(history.messages, (), marker)
             start = len(head) - len(self._opening(shown))
         except TemplateError:
             start = len(head)
         if at >= start:
-            return f"the generation prompt ends with {head[at:]!r}, which the chat template leaves out of history"
+            tags = [match.start() for match in self._tokens.control.finditer(head, start)]
+            ends = head[max([i for i in tags if i <= at], default=at) :]
+            return f"the generation prompt ends with {ends!r}, which the chat template leaves out of history"
         return f"the chat template rewrote earlier text at character {at}: {shown_difference(head, full, at)}"
 
     def _opening(self, shown: Sequence[Mapping[str, Any]]) -> str:
@@ -161,15 +165,16 @@ class Bridger:
         without = self._template.text(shown, (), generation_prompt=False)
         return self._template.text(shown, (), generation_prompt=True).removeprefix(without)
 
-    def _unlike(self, rest: str, sampled: str, reply: SampledReply, history: History) -> str:
+    def _unlike(self, rest: str, sampled: str, reply: SampledReply, history: History) -> NoBridge:
         """Why the template's text of the reply is not the reply."""
         reasoning = reply.message.get("reasoning", "").strip()
         if reasoning and reasoning not in rest:
-            return f"the chat template dropped the reasoning of message {history.numbers[-1]}"
+            return NoBridge(f"the chat template dropped the reasoning of message {history.numbers[-1]}")
         if not self._tokens.control.search(rest):
-            return "the chat template writes no control token after a reply"
-        at = first_difference(sampled, rest)
-        return f"the chat template rewrote the model's own reply: {shown_difference(sampled, rest, at)}"
+            return NoBridge("the chat template writes no control token after a reply")
+        at = self._tokens.first_difference(sampled, rest)
+        shown = shown_difference(sampled, rest, at)
+        return NoBridge(f"the chat template rewrote the model's own reply: {shown}", form=True)
 
 
 def shows_content(text: str, content: str) -> bool:

@@ -1,7 +1,9 @@
 """The models that the ``renderers`` library knows: its parser of their replies, and its bridge.
 
 A model is known by what its template writes, not by its name: the library's rendering of probe conversations must equal
-the template's, token for token. A fine-tune with the same template is known too; a changed template is not.
+the template's, token for token. A fine-tune with the same template is known too; a changed template is not. Where none
+agrees and our own reader does not understand the calls that the template writes, a reader of the library that does is
+taken for the replies alone.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from loguru import logger
 
 from molt_sdk.errors import TemplateError
-from molt_sdk.messages import first_difference, parsed_arguments
+from molt_sdk.messages import parsed_arguments
 from molt_sdk.rendering.abilities import PROBE_TOOL, Abilities, Shaper, Tools, find_abilities
 from molt_sdk.rendering.bridge import Bridge, Bridger, History, NoBridge, SampledReply, shows_content
 from molt_sdk.rendering.known import KnownModel, candidates
@@ -103,17 +103,24 @@ class Renderer:
             prompt: the latest ids of the prompt of the reply.
         """
         chat = self.chat
-        if chat.known is not None and chat.known_bridges and all(m["role"] in ("user", "tool") for m in new_messages):
-            ids = chat.known.bridge(prompt, completion_token_ids, new_messages, tools)
-            if ids is not None and self._shows_all(ids, new_messages):
-                return Bridge(ids)
         ended = completion_token_ids[-1] if completion_token_ids[-1] in chat.eos_token_ids else None
         sampled = SampledReply(chat.parser.text(completion_token_ids), reply, ended)
-        return chat.bridger.bridge(history, sampled, new_messages, tools)
+        bridge = chat.bridger.bridge(history, sampled, new_messages, tools)
+        if isinstance(bridge, NoBridge) and bridge.form and ended == chat.end_of_turn:
+            ids = self._known_bridge(completion_token_ids, new_messages, tools, prompt)
+            return bridge if ids is None else Bridge(ids)
+        return bridge
 
-    def _shows_all(self, token_ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        text = self.tokens.decode(token_ids)
-        return all(shows_content(text, str(message.get("content") or "")) for message in messages)
+    def _known_bridge(
+        self, completion: Sequence[int], new: Sequence[Message], tools: Tools, prompt: Sequence[int]
+    ) -> list[int] | None:
+        """The library's bridge, for a reply whose form alone kept ours from being proved; it must lose no message."""
+        chat = self.chat
+        if chat.known is None or not chat.known_bridges or any(m["role"] not in ("user", "tool") for m in new):
+            return None
+        ids = chat.known.bridge(prompt, completion, new, tools)
+        text = self.tokens.decode(ids or ())
+        return ids if all(shows_content(text, str(message.get("content") or "")) for message in new) else None
 
     @property
     def windowed(self) -> bool:
@@ -313,20 +320,14 @@ class _Chat:
         return tokens.encode(rest, marker)
 
     def _reply_in(self, full: str, head: str, until: str) -> tuple[str, str]:
-        """What follows ``head`` in ``full`` up to the first EOS token, and that token; else up to the text ``until``."""
+        """What follows ``head`` in ``full`` up to the first EOS token, and that token; else up to ``until``."""
         tokens = self.files.tokens
-        rest = full[self._boundary(head, full) :]
+        rest = full[tokens.first_difference(head, full) :]
         after = rest.find(until) if until else -1
         rest = rest[:after] if after >= 0 else rest
         ends = (m for m in tokens.control.finditer(rest) if tokens.control_ids[m[0]] in self.eos_token_ids)
         end = next(ends, None)
         return (rest[: end.end()], end[0]) if end else (rest, "")
-
-    def _boundary(self, head: str, full: str) -> int:
-        """Where two texts part, but not inside a control token."""
-        at = first_difference(head, full)
-        tokens = (m for text in (head, full) for m in self.files.tokens.control.finditer(text))
-        return min((m.start() for m in tokens if m.start() < at < m.end()), default=at)
 
 
 USER: Message = {"role": "user", "content": "MOLTUSER"}

@@ -15,6 +15,9 @@ from molt_sdk.errors import ModelPathError, TemplateError
 from molt_sdk.rendering.jinja import compile_template
 from molt_sdk.rendering.tokens import Tokens
 
+UNKNOWN_LENGTH = 2**31 - 1
+"""Context length of a model whose config names none."""
+
 
 class ModelFiles:
     """Tokenizer, template and limits read from a model directory.
@@ -31,7 +34,7 @@ class ModelFiles:
         self.tokenizer_config = _read_json(self.path / "tokenizer_config.json", optional=True)
         self.hub_name = _hub_name(self.path, config)
         text_config = config.get("text_config") or config
-        self.context_length = int(text_config.get("max_position_embeddings") or 0) or 2**31 - 1
+        self.context_length = int(text_config.get("max_position_embeddings") or 0) or UNKNOWN_LENGTH
         from tokenizers import Tokenizer
 
         try:

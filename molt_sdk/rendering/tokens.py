@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from molt_sdk.messages import first_difference
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -111,6 +113,12 @@ class Tokens:
     @functools.cached_property
     def control_id_set(self) -> frozenset[int]:
         return frozenset(self.control_ids.values())
+
+    def first_difference(self, before: str, after: str) -> int:
+        """Where two rendered texts part, but not inside a control token of either."""
+        at = first_difference(before, after)
+        spellings = (match for text in (before, after) for match in self.control.finditer(text))
+        return min((m.start() for m in spellings if m.start() < at < m.end()), default=at)
 
     @staticmethod
     def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -183,7 +183,7 @@ def emulation_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
     if not tools:
         return ""
     functions = [tool["function"] for tool in tools]
-    shown = {"name": functions[0]["name"], "arguments": _example_arguments(functions[0])}
+    shown = {"name": functions[0]["name"], "arguments": example_arguments(functions[0])}
     lines = ["You can call these tools:"]
     for function in functions:
         lines += _described(function)
@@ -424,7 +424,7 @@ def _compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _example_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+def example_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """A value for each required parameter; the example in the tool's description is for the first string."""
     parameters = function.get("parameters") or {}
     required = {n: s for n, s in parameters.get("properties", {}).items() if n in parameters.get("required", ())}

@@ -534,12 +534,36 @@ async def test_f43_no_content_is_empty_content_and_ids_may_be_lost(pocket: str, 
     assert lineage(trajectory) == [(None, "first call"), (0, ""), (1, "")]
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_f43_a_reply_that_is_echoed_incompletely_stays_as_it_was_sampled(
+    pocket: str, kept: int, split: bool
+) -> None:
+    """F43: clients drop the reasoning and all but one of the parallel calls, or send text and calls as two messages.
+    What was left out is no change: one segment, the sampled tokens stay, and the record says so."""
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        reply = await model.chat("q", tools=[add])
+        echo: Any = {"role": "assistant", "content": reply.text, "tool_calls": [reply.tool_calls[kept]]}
+        echoes = [{**echo, "tool_calls": []}, {**echo, "content": None}] if split else [echo]
+        answer = await model.call_tool(reply.tool_calls[kept], [add])
+        history: list[molt.Message] = [{"role": "user", "content": "q"}, *echoes, answer]
+        second = await model.chat(history, tools=[add])
+        await model.chat([*history, second.message, {"role": "user", "content": "more"}], tools=[add])
+
+    trajectory = await ran(pocket, policy, THOUGHT, "10", "bye")
+    assert lineage(trajectory) == [(None, "first call"), (0, ""), (1, "")]
+    assert trained(pocket, trajectory) == [f"{THOUGHT}<|im_end|>10<|im_end|>bye"]
+    assert trajectory.turns[1].remarks == ("message 1 was echoed incompletely and is as it was sampled",)
+    assert trajectory.turns[1].messages[1] == trajectory.turns[0].message
+
+
+def dropped_all_calls(message: Any) -> None:
+    del message["tool_calls"]
+
+
 def other_text(message: Any) -> None:
     message["content"] = "Let me see!"
-
-
-def dropped_call(message: Any) -> None:
-    del message["tool_calls"][1]
 
 
 def other_arguments(message: Any) -> None:
@@ -554,7 +578,7 @@ def swapped_calls(message: Any) -> None:
     ("change", "words"),
     [
         (other_text, "message 1 (assistant) changed at character 10"),
-        (dropped_call, "message 1 (assistant) has other tool calls"),
+        (dropped_all_calls, "message 1 (assistant) has other tool calls"),
         (other_arguments, "message 1 (assistant) has other tool calls"),
         (swapped_calls, "message 1 (assistant) has other tool calls"),
     ],
@@ -566,7 +590,7 @@ async def test_f43_a_change_of_what_a_reply_says_forks_with_a_reason(pocket: str
         reply = await model.chat("q", tools=[add])
         echo = reply.message
         change(echo)
-        answers = [await model.call_tool(c, [add]) for c in echo["tool_calls"]]
+        answers = [await model.call_tool(c, [add]) for c in echo.get("tool_calls", ())]
         await model.chat([{"role": "user", "content": "q"}, echo, *answers], tools=[add])
 
     trajectory = await ran(pocket, policy, THOUGHT, "10")
@@ -579,7 +603,7 @@ async def test_f43_the_result_of_a_dropped_call_is_refused(pocket: str) -> None:
     async def policy(task: molt.Task, model: molt.Model) -> None:
         reply = await model.chat("q", tools=[add])
         echo = reply.message
-        dropped_call(echo)
+        del echo["tool_calls"][1]
         answers = [await model.call_tool(c, [add]) for c in reply.tool_calls]
         with pytest.raises(molt.RequestError, match="tool_call_id='call_0_1', which no pending call has"):
             await model.chat([{"role": "user", "content": "q"}, echo, *answers], tools=[add])
