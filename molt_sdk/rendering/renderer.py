@@ -74,12 +74,14 @@ class Renderer:
         return self.tokens.encode(text, marker)
 
     def raw_prompt(self, text: str) -> list[int]:
-        """Ids of raw text for ``model.complete``: BOS as the tokenizer adds it, exactly once. Special tokens in the
-        text are control tokens here: whoever writes raw text writes the whole prompt."""
+        """Ids of raw text for ``model.complete``: BOS exactly once, if tokenizer.json or ``add_bos_token`` says so.
+        Special tokens in the text are control tokens here: whoever writes raw text writes the whole prompt."""
         ids = list(self.files.tokenizer.encode(text, add_special_tokens=True).ids)
         bos = self.tokens.special_ids.get(self.files.special_map.get("bos_token", ""))
         if bos is not None and ids[:2] == [bos, bos]:
             del ids[0]
+        if bos is not None and self.files.tokenizer_config.get("add_bos_token") is True and ids[:1] != [bos]:
+            ids.insert(0, bos)
         return ids
 
     def bridge(

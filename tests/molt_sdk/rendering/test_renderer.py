@@ -279,6 +279,16 @@ def test_raw_text_has_exactly_one_bos(tmp_path: Path, text: str) -> None:
     assert with_bos(tmp_path).raw_prompt(text) == [256, *b"Hello"]
 
 
+@pytest.mark.parametrize("text", ["Hello", "<|endoftext|>Hello"])
+def test_raw_text_has_the_bos_that_the_config_asks_for(tmp_path: Path, text: str) -> None:
+    """F19: tokenizer.json may leave BOS to ``add_bos_token`` of tokenizer_config.json."""
+    path = Path(pocket_model(tmp_path / "model"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    added = {**config, "bos_token": "<|endoftext|>", "add_bos_token": True}
+    (path / "tokenizer_config.json").write_text(json.dumps(added))
+    assert Renderer(str(path)).raw_prompt(text) == [256, *b"Hello"]
+
+
 def test_a_chat_prompt_has_exactly_one_bos(tmp_path: Path) -> None:
     ids = with_bos(tmp_path).prompt([user("q")], ())
     assert ids[0] == 256
