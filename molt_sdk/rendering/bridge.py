@@ -26,7 +26,9 @@ from molt_sdk.rendering.tokens import Tokens
 from molt_sdk.types import Message
 
 MAX_SEAMS = 32
-"""Control tokens of a reply that are tried as its end."""
+"""Control tokens that are tried as the end of a reply."""
+MAX_READ = 2
+"""Of them, those up to which the text is parsed."""
 
 
 class Bridge(NamedTuple):
@@ -80,11 +82,14 @@ class Bridger:
         self._parse = parse
 
     def bridge(self, history: History, reply: SampledReply, new: Sequence[Message], tools: Tools) -> Bridge | NoBridge:
+        """The bridge, from the reply as the parsed message that a client would send back; where only its form differs
+        from what was sampled, or where it was cut, from its own text."""
+        first = self._derive(history, reply, reply.message, new, tools)
         raw: Message = {"role": "assistant", "content": reply.text}
-        first = self._derive(history, reply, raw, new, tools)
-        if isinstance(first, Bridge) or raw == reply.message:
+        if isinstance(first, Bridge) or raw == reply.message or not (first.form or reply.ended_with is None):
             return first
-        return self._derive(history, reply, reply.message, new, tools)
+        second = self._derive(history, reply, raw, new, tools)
+        return second if isinstance(second, Bridge) else first
 
     def _derive(
         self, history: History, reply: SampledReply, shown_as: Message, new: Sequence[Message], tools: Tools
@@ -96,33 +101,29 @@ class Bridger:
             head = self.render(history.messages, tools, marker)
             full = self.render(conversation, tools, marker)
         except TemplateError as error:
-            return NoBridge(str(error))
+            return NoBridge(str(error), form=True)
         if not full.startswith(head):
             return NoBridge(self._rewritten(head, full, history, reply, marker))
-        sampled = tokens.guard(reply.text, marker)
         rest = full[len(head) :]
-        for seam in self._seams(rest):
-            if self._says(rest[: seam.start()], seam[0], sampled, reply.message, tools, marker):
+        seams = self._seams(rest)
+        for seam in seams:
+            if _same_text(_plain(rest[: seam.start()], marker), reply.text):
                 return self._after(rest, seam, reply, new, marker)
-        return self._unlike(rest, sampled, reply, history)
+        for seam in seams[:MAX_READ]:
+            if _content(self._parse(_plain(rest[: seam.end()], marker), tools)) == _content(reply.message):
+                return self._after(rest, seam, reply, new, marker)
+        return self._unlike(_plain(rest, marker), reply, history)
 
     def render(self, messages: Sequence[Message], tools: Tools, marker: str) -> str:
         shown, schemas = self._shape(messages, tools, marker)
         return self._template.text(shown, schemas, generation_prompt=True)
 
     def _seams(self, rest: str) -> list[Any]:
-        """Where the reply may end: at the first EOS token that the template wrote, or at one of the first control
-        tokens where it writes none."""
-        controls = list(itertools.islice(self._tokens.control.finditer(rest), MAX_SEAMS))
-        ends = [match for match in controls if self._tokens.control_ids[match[0]] in self._eos]
-        return ends or controls
-
-    def _says(self, region: str, closing: str, sampled: str, message: Message, tools: Tools, marker: str) -> bool:
-        """Whether the template's text of the reply is what was sampled."""
-        if region.strip() == sampled.strip() or "".join(region.split()) == "".join(sampled.split()):
-            return True
-        plain = region.replace(marker, "") if marker else region
-        return _content(self._parse(plain + closing, tools)) == _content(message)
+        """Where the reply may end: at one of the first EOS tokens that the template wrote, or at one of the first
+        control tokens where it writes none."""
+        find = self._tokens.control.finditer
+        ends = (match for match in find(rest) if self._tokens.control_ids[match[0]] in self._eos)
+        return list(itertools.islice(ends, MAX_SEAMS)) or list(itertools.islice(find(rest), MAX_SEAMS))
 
     def _after(
         self, rest: str, seam: Any, reply: SampledReply, new: Sequence[Message], marker: str
@@ -165,16 +166,25 @@ class Bridger:
         without = self._template.text(shown, (), generation_prompt=False)
         return self._template.text(shown, (), generation_prompt=True).removeprefix(without)
 
-    def _unlike(self, rest: str, sampled: str, reply: SampledReply, history: History) -> NoBridge:
+    def _unlike(self, rest: str, reply: SampledReply, history: History) -> NoBridge:
         """Why the template's text of the reply is not the reply."""
         reasoning = reply.message.get("reasoning", "").strip()
         if reasoning and reasoning not in rest:
             return NoBridge(f"the chat template dropped the reasoning of message {history.numbers[-1]}")
         if not self._tokens.control.search(rest):
             return NoBridge("the chat template writes no control token after a reply")
-        at = self._tokens.first_difference(sampled, rest)
-        shown = shown_difference(sampled, rest, at)
+        at = self._tokens.first_difference(reply.text, rest)
+        shown = shown_difference(reply.text, rest, at)
         return NoBridge(f"the chat template rewrote the model's own reply: {shown}", form=True)
+
+
+def _plain(text: str, marker: str) -> str:
+    return text.replace(marker, "") if marker else text
+
+
+def _same_text(region: str, sampled: str) -> bool:
+    """Whether both are the same but for white space."""
+    return region.strip() == sampled.strip() or "".join(region.split()) == "".join(sampled.split())
 
 
 def shows_content(text: str, content: str) -> bool:
