@@ -4,6 +4,7 @@ Decorate a function with ``@policy``, call ``fit``. Every model call is recorded
 model sampled is trained.
 """
 
+from molt_sdk.check import acheck, check
 from molt_sdk.config import RolloutConfig
 from molt_sdk.decorators import environment, policy, reward, tool
 from molt_sdk.errors import (
@@ -27,6 +28,7 @@ from molt_sdk.evaluate import Evaluation, aevaluate, arollout, evaluate, rollout
 from molt_sdk.fit import afit, fit
 from molt_sdk.fit_config import FitConfig
 from molt_sdk.model import Model, Reject, Reply, Stop
+from molt_sdk.report import Report
 from molt_sdk.run import Run, open_run
 from molt_sdk.types import (
     Message,
@@ -53,6 +55,7 @@ __all__ = [
     "MoltError",
     "Reject",
     "Reply",
+    "Report",
     "RequestError",
     "RewardError",
     "RolloutConfig",
@@ -69,9 +72,11 @@ __all__ = [
     "TrajectoryGroup",
     "Turn",
     "UnsupportedSamplingError",
+    "acheck",
     "aevaluate",
     "afit",
     "arollout",
+    "check",
     "environment",
     "evaluate",
     "fit",

@@ -1,4 +1,4 @@
-"""``molt-sdk fit|eval|rollout|show``: flags made from the config structs; ``--config run.toml`` sets their defaults."""
+"""``molt-sdk check|fit|eval|rollout|show``: flags made from the config structs, defaults from ``--config run.toml``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from msgspec import Struct
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from molt_sdk.check import check
 from molt_sdk.config import RolloutConfig
 from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError, EngineError, MoltError, RunFailedError, TrainingError
@@ -22,7 +23,7 @@ from molt_sdk.fit import fit
 from molt_sdk.fit_config import FitConfig
 from molt_sdk.load import load_agent
 from molt_sdk.run import open_run
-from molt_sdk.show import show_evaluation, show_run, show_trajectory
+from molt_sdk.show import show_evaluation, show_report, show_run, show_trajectory
 from molt_sdk.tasks import TaskSource
 from molt_sdk.types import SamplingParams
 
@@ -30,6 +31,7 @@ C = TypeVar("C", bound=Struct)
 
 USAGE = """usage: molt-sdk COMMAND ...
 
+  check [AGENT] --model DIR         say what training would meet, in seconds: no weights, no GPU
   fit AGENT --model DIR --steps N   train an agent file (or a shipped agent such as calculator)
   eval AGENT --model DIR            run it on held-out tasks and sum up
   rollout AGENT --model DIR         run it and keep the trajectories, without a trainer
@@ -54,10 +56,23 @@ class RolloutCommandConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     torch_engine: TorchEngineConfig = TorchEngineConfig()
 
 
+class CheckCommandConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of ``molt-sdk check``."""
+
+    model: str = ""
+    """Model directory in Hugging Face format; no weights are read."""
+    limit: int = 2
+    """Most tasks; each is run twice."""
+    seed: int = 0
+    """Of the tasks."""
+    sampling: SamplingParams = SamplingParams()
+    rollout: RolloutConfig = RolloutConfig()
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Entry point; exits with 2 for what the user can correct, 1 for a run that failed."""
+    """Entry point; exits with 2 for what the user can correct, 1 for a run that failed or a check with a problem."""
     arguments = sys.argv[1:] if argv is None else argv
-    commands = {"fit": _fit, "eval": _eval, "rollout": _rollout, "show": _show}
+    commands = {"check": _check, "fit": _fit, "eval": _eval, "rollout": _rollout, "show": _show}
     if arguments[:1] == ["--version"]:
         print(f"molt-sdk {version('molt-sdk')}")
         return
@@ -75,6 +90,43 @@ def main(argv: list[str] | None = None) -> None:
     except MoltError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunFailedError | TrainingError | EngineError) else 2) from None
+
+
+def _check(argv: list[str]) -> None:
+    defaults, argv = _config_file(argv, CheckCommandConfig)
+
+    def command(
+        agent: Positional[Annotated[str, arg(metavar="AGENT")]] = "",
+        config: Annotated[CheckCommandConfig, arg(name="")] = defaults,
+        policy: str | None = None,
+        split: str = "train",
+    ) -> None:
+        """Say what training this agent with this model would meet: prefix stability, tools, EOS ids, special tokens,
+        how replies are read, and simulated episodes of the agent. Nothing is trained and no weights are read.
+
+        Exits with 0 if it is usable, warnings included; with 1 if training would fail or learn from something wrong.
+
+        Args:
+            agent: Agent file, or the name of a shipped agent; without one the model alone is checked.
+            policy: Which policy of the file, if it has several.
+            split: Which tasks of the environment.
+        """
+        first, environment = load_agent(agent, policy) if agent else (None, None)
+        report = check(
+            first,
+            environment,
+            model=config.model,
+            limit=config.limit,
+            seed=config.seed,
+            split=split,
+            sampling=config.sampling,
+            config=config.rollout,
+        )
+        show_report(report, Console())
+        if not report.ok:
+            raise SystemExit(1)
+
+    _call(command, argv, "molt-sdk check")
 
 
 def _fit(argv: list[str]) -> None:

@@ -10,9 +10,11 @@ from rich.text import Text
 
 from molt_sdk.evaluate import Evaluation, sampled_tokens
 from molt_sdk.progress import visible
+from molt_sdk.report import Report, report_lines
 from molt_sdk.run import Run
 from molt_sdk.types import Message, Trajectory, Turn
 
+LINE_STYLES = {"heading": "bold", "ok": "", "warning": "yellow", "problem": "red", "more": "dim"}
 COLUMNS = ("step", "reward", "loss", "grad_norm", "tokens", "seconds", "staleness", "failures", "eval/reward")
 
 
@@ -38,6 +40,12 @@ def show_evaluation(evaluation: Evaluation, console: Console) -> None:
         table.add_row(status, str(count))
     console.print(table)
     console.print(_trajectory_table(evaluation.trajectories[:10]))
+
+
+def show_report(report: Report, console: Console) -> None:
+    """What a check found."""
+    for kind, line in report_lines(report):
+        console.print(line, style=LINE_STYLES[kind], markup=False, highlight=False, soft_wrap=True)
 
 
 def show_trajectory(trajectory: Trajectory, console: Console) -> None:

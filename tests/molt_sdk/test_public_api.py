@@ -61,7 +61,7 @@ async def test_a_blocking_function_inside_a_running_loop_names_its_twin(name: st
     assert engine.requests == []
 
 
-@pytest.mark.parametrize("name", ["rollout", "evaluate", "fit"])
+@pytest.mark.parametrize("name", ["rollout", "evaluate", "fit", "check"])
 def test_a_blocking_function_has_the_signature_of_its_twin(name: str) -> None:
     import inspect
 
