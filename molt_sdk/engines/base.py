@@ -82,7 +82,7 @@ def check_generation(generation: Generation, request: GenerateRequest, engine: s
         )
     for name, integers in (("token id", ids), ("version", versions)):
         for position, integer in enumerate(integers):
-            if not isinstance(integer, int) or not 0 <= integer < 2**31:
+            if not isinstance(integer, int) or isinstance(integer, bool) or not 0 <= integer < 2**31:
                 raise EngineReplyError(f"{where}: {name} {integer!r} at completion position {position} is no int >= 0")
     for position, value in enumerate(logprobs):
         if not isinstance(value, int | float) or not -9999.0 < value <= 1e-3 or math.isnan(value):

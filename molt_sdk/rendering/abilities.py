@@ -20,7 +20,7 @@ from molt_sdk.messages import parsed_arguments
 from molt_sdk.rendering.template import ChatTemplate
 from molt_sdk.rendering.tokens import Tokens
 from molt_sdk.rendering.toolcalls import emulation_prompt
-from molt_sdk.types import Message, ToolCall
+from molt_sdk.types import Message
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 IdForm = Literal["any", "short", "named"]
@@ -46,6 +46,11 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """Schemas, calls and results; else all three are written as text (tool emulation)."""
     tool_role: bool
     """Results as messages of their own; else as user messages."""
+    free_results: bool
+    """Results without an id, behind a reply without calls or another result: errors of calls that could not be read;
+    else as user messages."""
+    user_behind_results: bool
+    """A user message right behind results; else such an error is added to the last result."""
     parallel_calls: bool
     """Several calls in one reply; else those of such a reply are written as text."""
     arguments_as_text: bool
@@ -53,6 +58,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     call_ids: IdForm
     """Ids of calls: any text; 9 letters and digits, as Mistral's templates demand; or ``functions.NAME:NUMBER``, as in
     Kimi's, which write the id instead of the name."""
+    text_beside_thought: bool
+    """A reply with reasoning, content and calls; else reasoning and content are joined."""
     reasoning_key: str
     """Key under which the template takes reasoning; "" for none: it is written as ``<think>`` text."""
 
@@ -106,6 +113,15 @@ def find_abilities(template: ChatTemplate) -> Abilities:
         for key in REASONING_KEYS
         if shows([user, thought[key]], "MOLTTHOUGHT") or shows([user, acted[key], result], "MOLTTHOUGHT")
     )
+    key = next(keys, "")
+    answered: list[Shown] = [[user, reply]]
+    if form is not None:
+        call = _shown_call(_calls([("MOLTTOOL", {})])[0], form[0], _call_id(_calls([("MOLTTOOL", {})])[0], 0, form[1]))
+        answer = _message("tool", "MOLTRESULT", name="MOLTTOOL", tool_call_id=call["id"])
+        answered.append([user, _message("assistant", "", tool_calls=[call]), answer])
+    all_of_it = _message(
+        "assistant", "MOLTREPLY1", tool_calls=_calls([("MOLTTOOL", {})]), **({key: "T"} if key else {})
+    )
     return Abilities(
         text_content=as_text,
         developer=bool(shows([_message("developer", "MOLTSYSTEM"), user], "MOLTSYSTEM", "MOLTUSER1")),
@@ -114,10 +130,13 @@ def find_abilities(template: ChatTemplate) -> Abilities:
         repeated_roles=bool(shows(repeated, "MOLTUSER1", "MOLTUSER2", "MOLTREPLY1", "MOLTREPLY2")),
         tools=form is not None,
         tool_role=bool(shows([user, reply, _message("tool", "MOLTRESULT")], "MOLTRESULT")),
+        free_results=all(shows([*before, _message("tool", "MOLTERROR")], "MOLTERROR") for before in answered),
+        user_behind_results=bool(shows([*answered[-1], _message("user", "MOLTUSER2")], "MOLTUSER2")),
         parallel_calls=form is not None and calling(2, *form),
         arguments_as_text=form is not None and form[0],
         call_ids=form[1] if form is not None else "any",
-        reasoning_key=next(keys, ""),
+        text_beside_thought=not key or bool(shows([user, all_of_it, result], "MOLTRESULT")),
+        reasoning_key=key,
     )
 
 
@@ -148,14 +167,27 @@ class Shaper:
         self._tokens = tokens
         self._emulate = emulate
 
+    def marker_for(self, messages: Sequence[Message], tools: Tools, *texts: str) -> str:
+        """What guards a conversation; see :meth:`Tokens.marker_for`. Arguments are looked at as data: an escape in JSON
+        text may hide a control token."""
+        return self._tokens.marker_for(map(_with_data, messages), tools, [{"texts": texts}])
+
     def __call__(self, messages: Sequence[Message], tools: Tools, marker: str) -> tuple[Shown, list[dict[str, Any]]]:
         can = self.abilities
         ids: dict[str, str] = {}  # of the latest calls, as they are shown
         shown: Shown = []
-        for message in messages:
+        for message in map(_with_data, messages):
             if calls := message.get("tool_calls"):
                 ids = {call["id"]: _call_id(call, i, can.call_ids) for i, call in enumerate(calls)}
-            shown.append(self._shown(message, ids, marker))
+            part = self._shown(message, ids, marker)
+            if (
+                part["role"] == "user" != message["role"]
+                and shown[-1]["role"] == "tool"
+                and not can.user_behind_results
+            ):
+                shown[-1]["content"] += f"\n\n{part['content']}"
+            else:
+                shown.append(part)
         schemas: list[dict[str, Any]] = self._tokens.guard(list(tools), marker)
         if self._emulate and schemas:
             described = emulation_prompt(schemas)
@@ -172,12 +204,12 @@ class Shaper:
             shown = _joined(shown)
         return (shown if can.text_content else in_parts(shown)), schemas
 
-    def content(self, message: Message, marker: str) -> str:
+    def content(self, message: Mapping[str, Any], marker: str) -> str:
         """A message's guarded text: what users and tools say may not even spell the tags that the template writes."""
         text = str(message.get("content") or "")
         return str(self._tokens.guard(text, marker, strict=message["role"] in ("user", "tool")))
 
-    def _shown(self, message: Message, ids: Mapping[str, str], marker: str) -> dict[str, Any]:
+    def _shown(self, message: Mapping[str, Any], ids: Mapping[str, str], marker: str) -> dict[str, Any]:
         can, guard = self.abilities, self._tokens.guard
         role = message["role"]
         shown: dict[str, Any] = {"role": role, "content": self.content(message, marker)}
@@ -186,9 +218,10 @@ class Shaper:
         if role == "developer" and not can.developer:
             shown["role"] = "system"
         elif role == "tool":
-            if self._emulate and not can.tool_role:
+            free = "tool_call_id" not in message
+            if not (can.tool_role if self._emulate else can.free_results or not free):
                 return _message("user", f"<tool_response>\n{shown['content']}\n</tool_response>")
-            if "tool_call_id" in message and not self._emulate:
+            if not (free or self._emulate):
                 shown["tool_call_id"] = guard(ids.get(message["tool_call_id"], message["tool_call_id"]), marker)
         elif role == "assistant":
             calls = message.get("tool_calls") or ()
@@ -197,10 +230,15 @@ class Shaper:
                     filter(None, [shown["content"], *(_call_text(guard(call, marker)) for call in calls)])
                 )
             elif calls:
-                asked = [_shown_call(call, can.arguments_as_text, ids[call["id"]]) for call in calls]
-                shown["tool_calls"] = guard(asked, marker)
+                shown["tool_calls"] = [
+                    _shown_call(guard(call, marker), can.arguments_as_text, guard(ids[call["id"]], marker))
+                    for call in calls
+                ]
             if reasoning := guard(message.get("reasoning", ""), marker):
-                if can.reasoning_key:
+                if can.reasoning_key and "tool_calls" in shown and shown["content"] and not can.text_beside_thought:
+                    shown[can.reasoning_key] = f"{reasoning}\n\n{shown['content']}"
+                    shown["content"] = ""
+                elif can.reasoning_key:
                     shown[can.reasoning_key] = reasoning
                 else:
                     shown["content"] = f"<think>\n{reasoning}\n</think>\n\n{shown['content']}"
@@ -216,16 +254,27 @@ def in_parts(messages: Shown) -> Shown:
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
-def _calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[ToolCall]:
+def _calls(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [
-        {"id": f"call_0_{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        {"id": f"call_0_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
     ]
 
 
+def _with_data(message: Message) -> dict[str, Any]:
+    """A message whose calls have arguments as data, where they are JSON."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
 def _shown_call(call: Mapping[str, Any], as_text: bool, call_id: str) -> dict[str, Any]:
     function = call["function"]
-    arguments = parsed_arguments(function["arguments"])
+    arguments = function["arguments"]
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "id": call_id, "function": {"name": function["name"], "arguments": arguments}}
@@ -244,7 +293,7 @@ def _call_id(call: Mapping[str, Any], index: int, form: IdForm) -> str:
 def _call_text(call: Mapping[str, Any]) -> str:
     function = call["function"]
     name = json.dumps(function["name"], ensure_ascii=False)
-    arguments = json.dumps(parsed_arguments(function["arguments"]), ensure_ascii=False)
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
 
 

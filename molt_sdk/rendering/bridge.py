@@ -13,8 +13,10 @@ Then everything after the seam continues the sampled ids. Otherwise there is no 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from molt_sdk.rendering.template import ChatTemplate
 from molt_sdk.rendering.tokens import Tokens
 from molt_sdk.types import Message
 
+_SWITCH = re.compile(r"/(?:no_?)?think")
 MAX_SEAMS = 32
 """Control tokens that are tried as the end of a reply."""
 MAX_READ = 2
@@ -42,7 +45,7 @@ class NoBridge(NamedTuple):
 
     reason: str
     form: bool = False
-    """Nothing but the form in which the template writes the reply is another one."""
+    """The template refuses the reply, or writes it in another form: it may take the reply's own text."""
 
 
 class SampledReply(NamedTuple):
@@ -74,12 +77,14 @@ class Bridger:
         shape: Shaper,
         eos_token_ids: Sequence[int],
         parse: Callable[[str, Tools], Message],
+        generation_prompt: str,
     ) -> None:
         self._template = template
         self._tokens = tokens
         self._shape = shape
         self._eos = frozenset(eos_token_ids)
         self._parse = parse
+        self._generation_prompt = generation_prompt
 
     def bridge(self, history: History, reply: SampledReply, new: Sequence[Message], tools: Tools) -> Bridge | NoBridge:
         """The bridge, from the reply as the parsed message that a client would send back; where only its form differs
@@ -94,9 +99,8 @@ class Bridger:
     def _derive(
         self, history: History, reply: SampledReply, shown_as: Message, new: Sequence[Message], tools: Tools
     ) -> Bridge | NoBridge:
-        tokens = self._tokens
         conversation = [*history.messages, shown_as, *new]
-        marker = tokens.marker_for(conversation, tools, [{"raw": reply.text}])
+        marker = self._shape.marker_for(conversation, tools, reply.text)
         try:
             head = self.render(history.messages, tools, marker)
             full = self.render(conversation, tools, marker)
@@ -130,9 +134,9 @@ class Bridger:
     ) -> Bridge | NoBridge:
         tokens = self._tokens
         closing, suffix = seam[0], rest[seam.end() :]
-        lost = next((m for m in new if not shows_content(suffix, self._shape.content(m, marker))), None)
+        lost = self.missing(suffix, new, marker)
         if lost is not None:
-            return NoBridge(f"the chat template leaves out the new {lost['role']} message")
+            return NoBridge(f"the chat template leaves out the new {new[lost]['role']} message")
         ids = tokens.encode(suffix, marker, after=closing)
         seam_id = tokens.control_ids[closing]
         if reply.ended_with is None:
@@ -141,6 +145,14 @@ class Bridger:
             ended = tokens.tokenizer.id_to_token(reply.ended_with)
             return NoBridge(f"the reply ended with {ended!r}, but the template closes it with {closing!r}")
         return Bridge(ids)
+
+    def missing(self, text: str, messages: Sequence[Message], marker: str) -> int | None:
+        """Index of the first message whose content is not in a rendered text, before the generation prompt and outside
+        of control tokens. A template may trim it, change its white space or write it as a JSON string."""
+        without_control = functools.partial(self._tokens.control.sub, "\0")
+        shown = _Shown(without_control(text.removesuffix(self._generation_prompt)))
+        contents = (without_control(self._shape.content(message, marker)) for message in messages)
+        return next((i for i, content in enumerate(contents) if content not in shown), None)
 
     def _rewritten(self, head: str, full: str, history: History, reply: SampledReply, marker: str) -> str:
         """Why the conversation before the reply is not shown as it was."""
@@ -187,13 +199,27 @@ def _same_text(region: str, sampled: str) -> bool:
     return region.strip() == sampled.strip() or "".join(region.split()) == "".join(sampled.split())
 
 
-def shows_content(text: str, content: str) -> bool:
-    """Whether rendered text holds a message's content: as it is, but for white space, or as a JSON string."""
-    content = content.strip()
-    if content in text:
-        return True
-    escaped = _json_inner(content, ascii_only=False), _json_inner(content, ascii_only=True)
-    return any(part in text for part in escaped) or "".join(content.split()) in "".join(text.split())
+class _Shown:
+    """A rendered text, in which contents are looked for."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @functools.cached_property
+    def _squashed(self) -> str:
+        return _squash(self._text)
+
+    def __contains__(self, content: str) -> bool:
+        content = content.strip()
+        if content in self._text:
+            return True
+        escaped = _json_inner(content, ascii_only=False), _json_inner(content, ascii_only=True)
+        return any(part in self._text for part in escaped) or _squash(content) in self._squashed
+
+
+def _squash(text: str) -> str:
+    """Without white space, and without the switches that some templates take out of what users say."""
+    return _SWITCH.sub("", "".join(text.split()))
 
 
 def _json_inner(text: str, *, ascii_only: bool) -> str:

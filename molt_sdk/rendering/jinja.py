@@ -23,13 +23,15 @@ def compile_template(source: str, place: str, now: datetime.datetime | None = No
     """
     try:
         template = _environment(now or datetime.datetime.now()).from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"{place} does not compile: line {error.lineno}: {error.message}") from error
     except jinja2.TemplateError as error:
         raise TemplateError(f"{place} does not compile: {error}") from error
 
     def render(**variables: Any) -> str:
         try:
             return template.render(**variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is foreign code
             count = len(variables.get("messages", ()))
             raise TemplateError(
                 f"{place} cannot render these {count} messages: {type(error).__name__}: {error}"

@@ -22,13 +22,22 @@ from molt_sdk.types import Message
 TAIL = 512
 """Latest ids of a prompt that the library is shown: enough to see whether reasoning was opened in it."""
 MAX_PARSING = 4_000_000
-"""Control tokens × tokens of a reply up to which it is parsed: the library's parsers look for the end of each block."""
+"""Steps up to which a reply is parsed by the library."""
+TAGS = (
+    ("<parameter", "</parameter>"),
+    ("<function", "</function>"),
+    ("<invoke", "</invoke>"),
+    ("<arg_key>", "</arg_key>"),
+    ("<arg_value>", "</arg_value>"),
+)
+"""Tags inside of blocks, in the formats that have some."""
 
 
 class KnownCall(Struct, frozen=True):
     """One attempt at a tool call."""
 
     name: str
+    """"" if it could not be read."""
     arguments: Any
     """Data, or text where it is not JSON."""
     id: str
@@ -36,6 +45,8 @@ class KnownCall(Struct, frozen=True):
     """Why it cannot be executed; "" if it can."""
     raw: str
     """Text of the block."""
+    span: tuple[int, int] | None
+    """Its ids in the reply; None where the library does not say."""
 
 
 class KnownReply(Struct, frozen=True):
@@ -55,6 +66,8 @@ class KnownModel:
         self._tokens = tokens
         self._make: Callable[[str], Any] = lambda marker: make(_Tokenizer(tokens, marker))
         self._renderer = self._make("")
+        self.channels = isinstance(self._renderer, _Harmony)
+        """Reasoning, answer and calls are told apart by channels, which only the library knows."""
         self.stop_token_ids: list[int] = self._renderer.get_stop_token_ids()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
@@ -86,22 +99,35 @@ class KnownModel:
         return list(rendered.token_ids[len(start) :])
 
     def parse(self, completion: Sequence[int], prompt: Sequence[int], tools: Sequence[Any]) -> KnownReply | None:
-        """What a completion says; None if it cannot be read."""
-        controls = sum(i in self._tokens.control_id_set for i in completion)
-        if controls * len(completion) > MAX_PARSING:
+        """What a completion says; None if it cannot be read, or not in bounded time."""
+        ids = list(completion)
+        if self._work(ids) > MAX_PARSING:
             return None
         try:
             parsed = self._renderer.parse_response(
-                list(completion), tools=list(tools) or None, prompt_ids=list(prompt[-TAIL:]) or None
+                ids, tools=list(tools) or None, prompt_ids=list(prompt[-TAIL:]) or None
             )
         except Exception as error:  # as above
             logger.trace("renderers ({}) cannot parse a reply: {!r}", self.name, error)
             return None
-        calls = [
-            KnownCall(c.name or "", c.arguments, c.id or "", "" if c.status == "ok" else str(c.status), c.raw)
-            for c in parsed.tool_calls
-        ]
+        calls = [_call(attempt) for attempt in parsed.tool_calls]
         return KnownReply(parsed.content, parsed.reasoning_content, calls, parsed.reasoning_complete is False)
+
+    def _work(self, ids: list[int]) -> int:
+        """Steps that the library's parsers take at worst: they look for the end of each block to the end of the reply,
+        and so do their patterns for each tag without an end."""
+        text = self._tokens.decode(ids)
+        open_tags = sum(abs(text.count(begin) - text.count(end)) for begin, end in TAGS)
+        controls = sum(i in self._tokens.control_id_set for i in ids)
+        return controls * len(ids) + open_tags * len(text)
+
+
+def _call(attempt: Any) -> KnownCall:
+    raw, problem = str(attempt.raw), "" if attempt.status == "ok" else str(attempt.status).replace("_", " ")
+    if not problem and raw.lstrip()[:1] not in ("{", "[") and any(raw.count(a) != raw.count(b) for a, b in TAGS):
+        problem = "a tag in it has no end, or a value holds a tag of the format"
+    name = attempt.name if isinstance(attempt.name, str) else ""
+    return KnownCall(name, attempt.arguments, attempt.id or "", problem, raw, attempt.token_span)
 
 
 def candidates(tokens: Tokens, hub_name: str, dates: dict[str, str]) -> Iterator[KnownModel]:

@@ -1,33 +1,34 @@
 """Sampled ids to an assistant message: reasoning, content, tool calls, and what was wrong with calls.
 
-Two readers: that of the ``renderers`` library for a model that it knows, else our own for Hermes-style blocks and for a
-reply that is one JSON object. Whichever reads, a call that was only thought, that was cut by the length limit or that
-cannot be read is not executed; the model is told why. The sampled ids stay what they are.
+Our own reader understands Hermes-style blocks, a form learned from the template, and a reply that is one JSON object;
+other formats are read by the ``renderers`` library. Whichever reads, a call that was only thought, that was cut by the
+length limit or that cannot be read is not executed; the model is told why. The sampled ids stay what they are.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from molt_sdk.messages import parsed_arguments, too_deep
 from molt_sdk.rendering.known import KnownCall, KnownModel
 from molt_sdk.rendering.tokens import Tokens
 from molt_sdk.rendering.toolcalls import (
     HERMES,
     MAX_ERRORS,
-    OPEN,
     CallForm,
     parse_plain_json,
     parse_tool_calls,
-    read_block,
     split_reasoning,
-    thinks,
     tool_call,
 )
 from molt_sdk.types import FinishReason, Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
+THOUGHT_TAGS = (("<think>", "</think>"), ("<|channel>", "<channel|>"))
+"""Control tokens around reasoning."""
 OPENING = 16
 """Latest ids of a prompt in which ``<think>`` is looked for."""
 
@@ -38,6 +39,15 @@ class ParsedCompletion(NamedTuple):
     """What was wrong with tool calls that could not be read, in words for the model."""
     remarks: Sequence[str] = ()
     """What was repaired or given up, for the record."""
+
+
+class _Thoughts(NamedTuple):
+    """A reply without its reasoning."""
+
+    texts: list[str]
+    rest: list[int]
+    last: list[int]
+    """Ids of reasoning without an end; empty if it has one."""
 
 
 class ReplyParser:
@@ -57,11 +67,14 @@ class ReplyParser:
         self._known = known
         self._form = form
         self._opens_thinking = opens_thinking
+        pairs = ([tokens.tokenizer.token_to_id(tag) for tag in tags] for tags in THOUGHT_TAGS)
+        found = ([i for i in pair if i is not None] for pair in pairs)
+        self._thought_ids = next((pair for pair in found if len(pair) == 2), [])
+        self._thinks_in_tags = self._thought_ids == [tokens.tokenizer.token_to_id(tag) for tag in THOUGHT_TAGS[0]]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of a completion without its closing EOS; other special tokens stay visible."""
-        ended = bool(token_ids) and token_ids[-1] in self._eos
-        return self._tokens.decode(token_ids[:-1] if ended else token_ids)
+        return self._tokens.text(token_ids, self._eos)
 
     def parse(
         self,
@@ -77,18 +90,21 @@ class ReplyParser:
         """
         truncated = finish_reason == "length"
         if self._known is not None:
-            parsed = self._parse_known(self._known, token_ids, truncated, tools, call_prefix, prompt)
+            parsed = self._parse_known(self._known, list(token_ids), truncated, tools, call_prefix, prompt)
             if parsed is not None:
                 return parsed
         text, thinking = self.text(token_ids), self._begins_thinking(prompt)
+        if not (truncated or thinking):  # first: tags in its arguments are text
+            calls, _ = _bare_call(text, tools, call_prefix)
+            if calls:
+                return ParsedCompletion(_message("", None, calls), [])
         if not tools:
             reasoning, content = split_reasoning(text, thinking=thinking)
             return ParsedCompletion(_message(content, reasoning, []), [])
         read = parse_tool_calls(text, truncated=truncated, id_prefix=call_prefix, thinking=thinking, form=self._form)
         calls, content = read.tool_calls, read.content
         if not truncated and not calls and not read.errors:
-            bare = parse_plain_json(content, _names(tools), call_id=f"{call_prefix}0")
-            calls, content = ([bare], "") if bare is not None else ([], content)
+            calls, content = _bare_call(content, tools, call_prefix)
         return ParsedCompletion(_message(content, read.reasoning, calls), read.errors, read.remarks)
 
     def _begins_thinking(self, prompt: Sequence[int]) -> bool:
@@ -100,7 +116,7 @@ class ReplyParser:
     def _parse_known(
         self,
         known: KnownModel,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         truncated: bool,
         tools: Tools,
         call_prefix: str,
@@ -108,27 +124,85 @@ class ReplyParser:
     ) -> ParsedCompletion | None:
         if token_ids and token_ids[-1] in self._eos and token_ids[-1] not in known.stop_token_ids:
             token_ids = token_ids[:-1]
-        reply = known.parse(token_ids, prompt, tools)
-        if reply is None:
-            return None
-        if not tools:
-            if reply.calls:  # nothing was offered: what looks like a call is part of what it says
+        if known.channels:
+            reply = known.parse(token_ids, prompt, tools)
+            if reply is None:
                 return None
-            return ParsedCompletion(_message(reply.content, reply.reasoning, []), [])
-        text = self.text(token_ids)
-        unfinished = "</think>" not in text and (self._begins_thinking(prompt) or thinks(text))
-        if reply.thinking or unfinished:
-            drafted = not truncated and (reply.calls or OPEN in text)
-            errors = ["A tool call was not executed: it is inside <think>; write </think> first."] if drafted else []
-            thought = text.partition("<think>")[2] if unfinished and thinks(text) else text
-            reasoning = reply.reasoning if reply.thinking else thought
-            return ParsedCompletion(_message(reply.content if reply.thinking else "", reasoning, []), errors)
+            content, reasoning = reply.content, reply.reasoning
+            said = [i for i in token_ids if i not in self._eos]
+            if said and self._tokens.control_id_set.isdisjoint(said):  # outside of any channel
+                content, reasoning = self._tokens.decode(said), None
+            drafts = reply.calls if reply.thinking else []
+        else:
+            thoughts = self._without_thoughts(token_ids, self._begins_thinking(prompt))
+            rest = self._as_answer(thoughts.rest)
+            reply = known.parse(rest, (), tools)
+            if reply is None:
+                return None
+            content = self._outside_calls(rest, reply.calls)
+            reasoning = "\n".join(filter(None, thoughts.texts)) if thoughts.texts else None
+            draft = known.parse(self._as_answer(thoughts.last), (), tools) if thoughts.last and not truncated else None
+            drafts = draft.calls if draft else []
+        if not tools:
+            shown = content if not reply.calls else self.text(token_ids)  # nothing was offered: it is what it says
+            return ParsedCompletion(_message(shown, reasoning, []), [])
+        if drafts:
+            told = "A tool call was not executed: it is inside your reasoning; end that first."
+            return ParsedCompletion(_message(content, reasoning, []), [told])
         calls, errors, remarks = _executable(reply.calls, call_prefix, truncated)
-        content = reply.content
         if not (truncated or reply.calls):
-            bare = parse_plain_json(content, _names(tools), call_id=f"{call_prefix}0")
-            calls, content = ([bare], "") if bare is not None else ([], content)
-        return ParsedCompletion(_message(content, reply.reasoning, calls), errors, remarks)
+            calls, content = _bare_call(content, tools, call_prefix)
+        return ParsedCompletion(_message(content, reasoning, calls), errors, remarks)
+
+    def _as_answer(self, token_ids: list[int]) -> list[int]:
+        """The ids behind an empty thought, so that the library looks for no other."""
+        return [*self._thought_ids, *token_ids] if self._thinks_in_tags else token_ids
+
+    def _without_thoughts(self, token_ids: list[int], thinking: bool) -> _Thoughts:
+        """Split off each piece of reasoning: from its opening tag, or from the start if the prompt had it, to its
+        closing tag or the end. A closing tag without an opening one ends reasoning that the prompt began."""
+        if not self._thought_ids:  # the tags are plain text
+            text = self._tokens.decode(token_ids)
+            if not thinking and "think>" not in text:
+                return _Thoughts([], token_ids, [])
+            reasoning, content = split_reasoning(text, thinking=thinking)
+            last = self._tokens.encode(reasoning) if reasoning and "</think>" not in text else []
+            return _Thoughts([] if reasoning is None else [reasoning], self._tokens.encode(content), last)
+        opens, closes = self._thought_ids
+        texts: list[str] = []
+        rest: list[int] = []
+        at, inside, piece = 0, thinking, list[int]()
+        for i, token in enumerate([*token_ids, None]):
+            if token is not None and token not in (opens, closes):
+                continue
+            piece = token_ids[at:i]
+            at = i + 1
+            if inside or (token == closes and not texts):
+                texts.append(self._tokens.decode([*rest, *piece] if not inside else piece).strip())
+                rest = rest if inside else []
+            else:
+                rest += piece
+            if token is not None:
+                inside = token == opens
+        if not self._thinks_in_tags:  # the tag is followed by the name of the channel
+            texts = [text.removeprefix("thought").strip() for text in texts]
+        return _Thoughts(texts, rest, piece if inside else [])
+
+    def _outside_calls(self, token_ids: list[int], calls: Sequence[KnownCall]) -> str:
+        """Text of what is no part of a call; tags around calls are left out with them."""
+        inside = {i for call in calls if call.span for i in range(*call.span)}
+        outside = [i for at, i in enumerate(token_ids) if at not in inside]
+        if calls:
+            outside = [i for i in outside if i not in self._tokens.control_id_set]
+        else:
+            outside = [i for i in outside if i not in self._eos and i not in self._thought_ids]
+        return self._tokens.decode(outside).strip()
+
+
+def _bare_call(content: str, tools: Tools, call_prefix: str) -> tuple[list[ToolCall], str]:
+    """The call that a text is, if it is one, and the text that is left."""
+    bare = parse_plain_json(content, _names(tools), call_id=f"{call_prefix}0")
+    return ([bare], "") if bare is not None else ([], content)
 
 
 def _executable(
@@ -138,44 +212,47 @@ def _executable(
     calls: list[ToolCall] = []
     errors: list[str] = []
     remarks: list[str] = []
-    taken: set[str] = set()
+    taken = {attempt.id for attempt in attempts}
+    used: set[str] = set()
     for attempt in attempts:
-        found, problem = _arguments(attempt, truncated)
-        for name, arguments in found:
-            call_id = attempt.id if len(found) == 1 and attempt.id else f"{call_prefix}{len(calls)}"
-            if call_id in taken:
-                remarks.append(f"the id {call_id!r} of a tool call was used twice and renamed")
-                call_id = f"{call_prefix}{len(calls)}"
-            taken.add(call_id)
-            calls.append(tool_call(call_id, name, arguments))
-            if isinstance(attempt.arguments, str) and not attempt.problem:
-                remarks.append(f"the arguments of {call_id} were a JSON string and were unwrapped")
-        if problem and len(errors) < MAX_ERRORS:
-            near = attempt.raw.strip()[:60]
-            errors.append(
-                f"A tool call was not executed: {problem}. It was near {near!r}. Write it in your own format."
-            )
+        arguments, problem = _arguments(attempt, truncated)
+        if problem:
+            if len(errors) < MAX_ERRORS:
+                near = attempt.raw.strip()[:60]
+                told = f"A tool call was not executed: {problem}. It was near {near!r}. Write it in your own format."
+                errors.append(told)
+            continue
+        call_id = attempt.id
+        if not call_id or call_id in used:
+            call_id = next(i for n in itertools.count(len(calls)) if (i := f"{call_prefix}{n}") not in taken)
+            if attempt.id:
+                remarks.append(f"the id {attempt.id!r} of a tool call was used twice and renamed to {call_id}")
+        taken.add(call_id)
+        used.add(call_id)
+        calls.append(tool_call(call_id, attempt.name, arguments))
+        if isinstance(attempt.arguments, str):
+            remarks.append(f"the arguments of {call_id} were a JSON string and were unwrapped")
     return calls, errors, remarks
 
 
-def _arguments(attempt: KnownCall, truncated: bool) -> tuple[list[tuple[str, str]], str]:
-    """(name, arguments) of the calls in one attempt, and what is wrong with it."""
-    if attempt.problem:
-        found = [] if truncated and "unclosed" in attempt.problem else read_block(attempt.raw)
-        cut = "the reply reached its length limit before its end" if truncated else attempt.problem.replace("_", " ")
-        return found, "" if found else cut
+def _arguments(attempt: KnownCall, truncated: bool) -> tuple[str, str]:
+    """The arguments of one attempt as JSON text of an object, and what is wrong with it."""
+    if attempt.problem or not attempt.name:
+        cut = truncated and "unclosed" in attempt.problem
+        return "", "the reply reached its length limit before its end" if cut else attempt.problem or "it has no name"
     arguments: Any = {} if attempt.arguments is None else attempt.arguments
     if isinstance(arguments, str):  # an object that is written as a JSON string
-        found = read_block(json.dumps({"name": attempt.name, "arguments": arguments}, ensure_ascii=False))
-        return found, "" if found else "its arguments are text that is no JSON object"
+        arguments = parsed_arguments(arguments)
     if not isinstance(arguments, dict):
-        return [], "its arguments are not an object"
+        return "", "its arguments are not an object"
+    if too_deep(arguments):
+        return "", "its arguments are nested too deeply"
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         (attempt.name + written).encode()
-    except (ValueError, RecursionError) as error:
-        return [], f"its arguments are not JSON: {error}"
-    return [(attempt.name, written)], ""
+    except ValueError as error:
+        return "", f"its arguments are not JSON: {error}"
+    return written, ""
 
 
 def _message(content: str, reasoning: str | None, calls: list[ToolCall]) -> Message:

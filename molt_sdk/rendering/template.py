@@ -89,15 +89,19 @@ def check_model_path(path: str) -> None:
             raise ModelPathError(f"model directory {directory} has no {name}; save the model with its tokenizer first")
 
 
+def no_template(files: ModelFiles) -> TemplateError:
+    return TemplateError(
+        f"model directory {files.path} has no chat template (chat_template.jinja, or chat_template in "
+        "tokenizer_config.json); add one, or use model.complete with raw text"
+    )
+
+
 class ChatTemplate:
     """Renders messages in the template's own terms. Raises TemplateError if the model has no template."""
 
     def __init__(self, files: ModelFiles) -> None:
         if files.chat_template is None:
-            raise TemplateError(
-                f"model directory {files.path} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json); add one, or use model.complete with raw text"
-            )
+            raise no_template(files)
         self.place = f"chat template of {files.path}"
         self.now = datetime.datetime.now()
         """The date that the template writes, for as long as this object lives."""

@@ -8,9 +8,10 @@ template wrote them; :meth:`Tokens.encode` gives those their ids and encodes the
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from molt_sdk.messages import first_difference
@@ -56,13 +57,19 @@ class Tokens:
         """Text of ids, special tokens included."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False) if token_ids else ""
 
+    def text(self, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> str:
+        """Text of a completion without its closing EOS; other special tokens stay visible."""
+        ended = bool(token_ids) and token_ids[-1] in eos_token_ids
+        return self.decode(token_ids[:-1] if ended else token_ids)
+
     def marker_for(self, *shown: Iterable[Mapping[str, Any]]) -> str:
         """A character that no message or tool holds, if one of them spells a control token; else ""."""
         texts = [text for items in shown for item in items for text in _strings(item)]
         if not any(self.control.search(text) for text in texts):
             return ""
         used = set().union(*map(set, texts))
-        return next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in used)
+        private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
+        return next(chr(c) for c in private if chr(c) not in used)
 
     def guard(self, value: Any, marker: str, *, strict: bool = False) -> Any:
         """``value`` (text, or lists and dicts of it) with ``marker`` inside every spelling of a special token.

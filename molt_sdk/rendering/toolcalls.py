@@ -20,6 +20,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from molt_sdk.messages import too_deep
 from molt_sdk.schema import is_simple, type_text
 from molt_sdk.types import ToolCall
 
@@ -53,6 +55,8 @@ class CallForm(Struct, frozen=True):
     close: str = CLOSE
     """"" where nothing marks the end of a call."""
     between: str = ""
+    array: bool = False
+    """The objects are in an array, also a single one; both are read."""
     ids: bool = False
     """The objects hold ids of the model's own, by which it expects the results."""
 
@@ -60,7 +64,7 @@ class CallForm(Struct, frozen=True):
     def shown(self) -> str:
         """The form, for a model that did not keep to it."""
         call = '{"name": "...", "arguments": {...}}' if not self.between else "NAME" + self.between + "{...}"
-        return self.open + call + self.close
+        return self.open + (f"[{call}]" if self.array else call) + self.close
 
 
 HERMES = CallForm()
@@ -82,8 +86,9 @@ def learned_form(written: str, name: str, arguments: Mapping[str, Any], call_id:
             form = CallForm(head.strip(), after.strip(), between.strip())
             return form if form.open and form.between else None
         if value.get("name") == name:
-            before, after = before.removesuffix("["), after.removeprefix("]")
-            return CallForm(before.strip(), after.strip(), ids=value.get("id") == call_id) if before.strip() else None
+            array = before.endswith("[") and after.startswith("]")
+            before, after = before.removesuffix("[").strip(), after.removeprefix("]").strip()
+            return CallForm(before, after, array=array, ids=value.get("id") == call_id) if before else None
     return None
 
 
@@ -146,15 +151,6 @@ def parse_plain_json(text: str, names: Collection[str], *, call_id: str = "call_
     return tool_call(call_id, call.name, call.arguments) if whole else None
 
 
-def read_block(text: str) -> list[tuple[str, str]]:
-    """(name, arguments) of each call in the text of a block without its tags; empty if it cannot be read."""
-    try:
-        found, end = _read_block(text, 0, HERMES, truncated=False)
-    except _MalformedError:
-        return []
-    return [(call.name, call.arguments) for call in found] if _skip(text, end) == len(text) else []
-
-
 def thinks(text: str) -> bool:
     """Whether a reply begins with reasoning."""
     return text[:100].lstrip().startswith("<think>")
@@ -201,6 +197,7 @@ class _Reader:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
+        self.ids: set[str] = set()
         self.errors: list[str] = []
         self.remarks: list[str] = []
 
@@ -249,13 +246,19 @@ class _Reader:
             self._error(reason, self.text[start : start + 60])
             return start, tag.end() if tag and tag[0] == close else inside
         for call in found:
-            call_id = f"{self.id_prefix}{len(self.calls)}"
-            if self.form.ids and call.id and call.id not in (known["id"] for known in self.calls):
-                call_id = call.id
+            call_id = self._unique_id(call)
             self.calls.append(tool_call(call_id, call.name, call.arguments))
             if call.unwrapped:
                 self.remarks.append(f"the arguments of {call_id} were a JSON string and were unwrapped")
         return end, end
+
+    def _unique_id(self, call: _Call) -> str:
+        wanted = call.id if self.form.ids else ""
+        if not wanted or wanted in self.ids:
+            numbers = itertools.count(len(self.calls))
+            wanted = next(i for n in numbers if (i := f"{self.id_prefix}{n}") not in self.ids)
+        self.ids.add(wanted)
+        return wanted
 
     def _error(self, problem: str, near: str) -> None:
         told = f"A tool call was not executed: {problem}. It was near {near!r}. Write it as {self.form.shown}"
@@ -312,6 +315,8 @@ def _read_named(text: str, at: int, between: str) -> tuple[_Call, int]:
     value, end = _decode(text, start)
     if not isinstance(value, dict):
         raise _MalformedError('its "arguments" are not an object')
+    if too_deep(value):
+        raise _MalformedError("it is nested too deeply")
     return _Call(*_encodable(name, text[start:end]), False, ""), end
 
 
@@ -334,6 +339,8 @@ def _read_call(text: str, at: int, *, arguments_required: bool = False) -> tuple
             raise _MalformedError('its "arguments" are a string that holds more than one object')
     if not isinstance(value, dict | None):
         raise _MalformedError('its "arguments" are not an object')
+    if too_deep(value):
+        raise _MalformedError("it is nested too deeply")
     call_id, _ = fields.get("id", ("", ""))
     own = call_id if isinstance(call_id, str) and call_id.isprintable() and call_id.isascii() else ""
     return _Call(*_encodable(name, "{}" if value is None else raw), unwrapped, own), end

@@ -3,7 +3,8 @@
 A template looks at roles, at whether fields are there, at the start of a conversation and at its latest exchanges, but
 not at how often the same kind of exchange came before. So a long conversation is shown to it as its opening, the latest
 exchange of each kind, and the last two; the bridge is derived and proved on those, at the same cost for every length.
-Where a template does depend on more, start-up finds that out and the whole conversation is shown.
+Start-up compares this with whole conversations of up to thirty messages, plain and with tools, with and without
+reasoning; where a template continues one of them otherwise, the whole conversation is shown each time.
 """
 
 from __future__ import annotations

@@ -428,7 +428,8 @@ class Loop:
         self.result = result
         self.seen: list[dict[str, Any]] = []
 
-    def run(self, *rounds: Sequence[dict[str, Any]]) -> molt.Trajectory:
+    @property
+    def tool(self) -> Callable[..., str]:
         def add(second: int, first: int, note: str) -> str:
             """Add two numbers.
 
@@ -439,6 +440,11 @@ class Loop:
             """
             self.seen.append({"second": second, "first": first, "note": note})
             return self.result
+
+        return add
+
+    def run(self, *rounds: Sequence[dict[str, Any]]) -> molt.Trajectory:
+        add = self.tool
 
         async def policy(task: molt.Task, model: molt.Model) -> float:
             await model.run("What is it?", tools=[add])
@@ -473,6 +479,26 @@ def test_a_tool_loop_in_the_familys_own_format(player: Player) -> None:
         assert trajectory.turns[0].prompt_token_ids == player.prompt([user("What is it?")], trajectory.turns[0].tools)
     elif not player.family.rewrites:
         assert [turn.parent for turn in trajectory.turns] == [None, 0, 1]
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_an_error_without_a_call_reaches_the_model(player: Player, calls: int) -> None:
+    """What ``model.run`` sends back for a call that could not be read: a tool message without an id, behind a reply
+    without calls or behind the results of those that could be read. Several templates refuse or drop such a message."""
+    schema = molt_schema(Loop(player, "").tool)
+
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        history: list[molt.Message] = [user("Q"), {"role": "assistant", "content": "A0"}]
+        if calls:
+            (call,) = tool_calls(player.family, json.dumps(FIRST))
+            history[1]["tool_calls"] = [call]
+            history.append({"role": "tool", "tool_call_id": call["id"], "content": "RESULT"})
+        await model.chat([*history, {"role": "tool", "content": "Error: UNREADABLE"}], tools=[Loop(player, "").tool])
+        return 1.0
+
+    trajectory = player.play(policy, [player.answer("A1")])
+    assert player.text(trajectory.turns[0].prompt_token_ids).count("UNREADABLE") == 1
+    assert trajectory.turns[0].tools == tuple(schema)
 
 
 def test_results_carry_the_ids_that_the_model_wrote(player: Player) -> None:

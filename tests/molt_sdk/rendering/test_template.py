@@ -223,7 +223,7 @@ def test_generation_tags_and_loop_controls_render() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for %}", ["here", "does not compile"]),
+        ("a\n{% for %}", ["here", "does not compile: line 2: "]),
         ("{{ raise_exception('roles must alternate') }}", ["here", "2 messages", "roles must alternate"]),
         ("{{ messages[0].content + 3 }}", ["here", "2 messages", "TypeError"]),
         ("{{ messages.missing.key }}", ["here", "UndefinedError", "missing"]),
