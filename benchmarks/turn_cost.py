@@ -2,7 +2,7 @@
 
 Prints µs per turn by length of the conversation, beside rendering and encoding the whole conversation again.
 
-    python benchmarks/turn_cost.py [--model DIR] [--turns 200] [--tokens 64000]
+    python benchmarks/turn_cost.py [--model DIR] [--turns 200] [--tokens 64000] [--without-reasoning]
 """
 
 from __future__ import annotations
@@ -75,10 +75,13 @@ async def timed(seconds: list[float]) -> AsyncIterator[None]:
     seconds.append(time.perf_counter() - started)
 
 
-async def conversation(model: str, turns: int, words: int) -> tuple[list[float], list[float], list[int]]:
+async def conversation(
+    model: str, turns: int, words: int, *, without_reasoning: bool
+) -> tuple[list[float], list[float], list[int]]:
     """Seconds of each turn, seconds of rendering each prompt from scratch, tokens of each prompt."""
     renderer = Renderer(model)
-    replies = [renderer.encode_reply(text(words, -i), end=True) for i in range(turns + 1)]
+    thought = "<think>hm</think>" if without_reasoning else ""
+    replies = [renderer.encode_reply(thought + text(words, -i), end=True) for i in range(turns + 1)]
     engine = InstantEngine(model, replies)
     costs: list[float] = []
     renders: list[float] = []
@@ -94,7 +97,8 @@ async def conversation(model: str, turns: int, words: int) -> tuple[list[float],
             lengths.append(reply.usage["prompt_tokens"])
             async with timed(renders):
                 renderer.prompt(messages)
-            messages.append(reply.message)
+            messages.append({"role": "assistant", "content": reply.text} if without_reasoning else reply.message)
+            assert bool(reply.reasoning) == without_reasoning
         return 1.0
 
     (group,) = await molt.arollout(talk, [molt.Task("long")], engine=engine)
@@ -116,6 +120,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64_000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--without-reasoning",
+        action="store_true",
+        help="replies have some, and the agent sends them back without it, as most clients do",
+    )
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # figures per core
@@ -124,7 +133,10 @@ def main() -> None:
         per_turn = options.tokens / options.turns / 2
         probe = len(Renderer(model).encode_reply(text(100, 0), end=False)) / 100
         words = max(1, round((per_turn - 5) / probe))
-        runs = [asyncio.run(conversation(model, options.turns, words)) for _ in range(options.repeats)]
+        runs = [
+            asyncio.run(conversation(model, options.turns, words, without_reasoning=options.without_reasoning))
+            for _ in range(options.repeats)
+        ]
     table = Table("turn", "prompt tokens", "µs/turn", "× turn 2", "µs re-rendering", "re-rendering / turn", box=None)
     shown = [2, *(t for t in (10, 50, 100, 150) if t < options.turns), options.turns]
     second = 1e6 * statistics.median(costs[1] for costs, _, _ in runs)

@@ -83,7 +83,7 @@ def evaluations(run: molt.Run) -> tuple[dict[str, float], dict[str, float]]:
 def main() -> None:
     arguments = parse_arguments()
     console = Console(highlight=False)
-    solver, calculator = load_agent(str(ROOT / "agents" / "calculator.py"))
+    agent = load_agent(str(ROOT / "agents" / "calculator.py"))
     model = arguments.model
     if model is None:
         console.print("preparing SmolLM2-135M-Instruct (about half a minute the first time)")
@@ -91,8 +91,8 @@ def main() -> None:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-quickstart-seed{arguments.seed}"
     started = time.perf_counter()
     run = molt.fit(
-        solver,
-        calculator,
+        agent.policy,
+        agent.environment,
         model=model,
         steps=arguments.steps,
         group_size=8,
@@ -101,7 +101,7 @@ def main() -> None:
         max_staleness=0,
         engine="torch",
         seed=arguments.seed,
-        eval_tasks=calculator.tasks("eval")[: arguments.questions],
+        eval_tasks=agent.environment.tasks("eval")[: arguments.questions],
         run_dir=arguments.run_dir or ROOT / "runs" / name,
     )
     run = molt.open_run(os.path.relpath(run.dir))  # shorter to show and to type

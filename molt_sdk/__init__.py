@@ -22,16 +22,18 @@ from molt_sdk.errors import (
     StoreError,
     TemplateError,
     TrainingError,
-    UnsupportedSamplingError,
 )
 from molt_sdk.evaluate import Evaluation, aevaluate, arollout, evaluate, rollout
+from molt_sdk.explain import Explanation, Segment
 from molt_sdk.fit import afit, fit
 from molt_sdk.fit_config import FitConfig
 from molt_sdk.model import Model, Reject, Reply, Stop
-from molt_sdk.report import Report
+from molt_sdk.report import Finding, Report
 from molt_sdk.run import Run, open_run
 from molt_sdk.types import (
+    Certificate,
     Message,
+    Sample,
     SamplingParams,
     Task,
     ToolCall,
@@ -41,12 +43,15 @@ from molt_sdk.types import (
 )
 
 __all__ = [
+    "Certificate",
     "ConfigError",
     "ContextLengthError",
     "DefinitionError",
     "EngineError",
     "EngineReplyError",
     "Evaluation",
+    "Explanation",
+    "Finding",
     "FitConfig",
     "Message",
     "Model",
@@ -61,7 +66,9 @@ __all__ = [
     "RolloutConfig",
     "Run",
     "RunFailedError",
+    "Sample",
     "SamplingParams",
+    "Segment",
     "Stop",
     "StoreError",
     "Task",
@@ -71,7 +78,6 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "Turn",
-    "UnsupportedSamplingError",
     "acheck",
     "aevaluate",
     "afit",

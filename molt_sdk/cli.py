@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from molt_sdk.errors import ConfigError, EngineError, MoltError, RunFailedError,
 from molt_sdk.evaluate import Evaluation, rollout
 from molt_sdk.fit import fit
 from molt_sdk.fit_config import FitConfig
-from molt_sdk.load import load_agent
+from molt_sdk.load import AgentFile, load_agent
 from molt_sdk.run import open_run
 from molt_sdk.show import show_evaluation, show_report, show_run, show_trajectory
 from molt_sdk.tasks import TaskSource
@@ -36,6 +37,9 @@ USAGE = """usage: molt-sdk COMMAND ...
   eval AGENT --model DIR            run it on held-out tasks and sum up
   rollout AGENT --model DIR         run it and keep the trajectories, without a trainer
   show RUN [ID]                     print a run, or one trajectory of it
+
+AGENT is a Python file with a @molt.policy function, a @molt.environment class, or both; or with tasks = [...] (or
+def tasks(split, seed)) beside a policy or, for the built-in tool loop, alone; lists named rewards and tools are used.
 
 Each command explains its flags with --help. --config run.toml sets them from a file."""
 
@@ -84,7 +88,13 @@ def main(argv: list[str] | None = None) -> None:
         print(f"error: unknown command {arguments[0]!r}; use one of {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
     try:
-        command(arguments[1:])
+        try:
+            command(arguments[1:])
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone is no surprise
+    except BrokenPipeError:  # of `molt-sdk ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still unwritten goes there at exit
+        raise SystemExit(141) from None  # as of a process that SIGPIPE ended
     except KeyboardInterrupt:
         raise SystemExit(130) from None  # what was kept, and how to go on, is said already
     except MoltError as error:
@@ -111,10 +121,13 @@ def _check(argv: list[str]) -> None:
             policy: Which policy of the file, if it has several.
             split: Which tasks of the environment.
         """
-        first, environment = load_agent(agent, policy) if agent else (None, None)
+        file = load_agent(agent, policy) if agent else AgentFile()
         report = check(
-            first,
-            environment,
+            file.first,
+            file.second,
+            tasks=file.tasks,
+            rewards=file.rewards,
+            tools=file.tools,
             model=config.model,
             limit=config.limit,
             seed=config.seed,
@@ -149,9 +162,18 @@ def _fit(argv: list[str]) -> None:
             policy: Which policy of the file, if it has several.
             eval_limit: Held-out tasks to run before and after; 0 for none.
         """
-        first, environment = load_agent(agent, policy)
-        held_out = _held_out(environment or first, eval_limit, config.seed)
-        run = fit(first, environment, config=config, run_dir=run_dir, resume=resume, eval_tasks=held_out)
+        file = load_agent(agent, policy)
+        run = fit(
+            file.first,
+            file.second,
+            tasks=file.tasks,
+            rewards=file.rewards,
+            tools=file.tools,
+            config=config,
+            run_dir=run_dir,
+            resume=resume,
+            eval_tasks=_held_out(file, eval_limit, config.seed),
+        )
         show_run(run, Console(), run.trajectories(limit=10))
 
     _call(command, argv, "molt-sdk fit")
@@ -177,16 +199,21 @@ def _run_tasks(argv: list[str], name: str, default_split: str) -> None:
     ) -> None:
         """Run an agent without training it. --config FILE.toml sets any of these flags from a file.
 
+        Exits with 1 if every trajectory failed.
+
         Args:
             agent: Agent file, or the name of a shipped agent.
-            run_dir: Keep the trajectories there.
+            run_dir: Keep the trajectories there, for molt-sdk show.
             policy: Which policy of the file, if it has several.
-            split: Which tasks of the environment.
+            split: What is passed to tasks(split, seed).
         """
-        first, environment = load_agent(agent, policy)
+        file = load_agent(agent, policy)
         groups = rollout(
-            first,
-            environment,
+            file.first,
+            file.second,
+            tasks=file.tasks,
+            rewards=file.rewards,
+            tools=file.tools,
             model=config.model,
             group_size=config.group_size,
             limit=config.limit,
@@ -197,7 +224,13 @@ def _run_tasks(argv: list[str], name: str, default_split: str) -> None:
             config=config.rollout,
             torch_engine=config.torch_engine,
         )
-        show_evaluation(Evaluation(groups=groups), Console())
+        evaluation = Evaluation(groups=groups)
+        show_evaluation(evaluation, Console())
+        if run_dir is None:
+            print("the trajectories were not kept; with --run-dir DIR, `molt-sdk show DIR ID` prints one")
+        if sum(evaluation.failures.values()) == len(evaluation.trajectories):
+            print("error: every trajectory failed", file=sys.stderr)
+            raise SystemExit(1)
 
     _call(command, argv, f"molt-sdk {name}")
 
@@ -277,10 +310,13 @@ def _field_paths(kind: type[Struct], prefix: str = "") -> list[str]:
     return paths
 
 
-def _held_out(environment: Any, limit: int, seed: int) -> Any:
+def _held_out(file: AgentFile, limit: int, seed: int) -> Any:
     if not limit:
         return None
-    tasks = getattr(environment, "tasks", None)
-    if tasks is None:
-        raise ConfigError("--eval-limit needs an environment with a static method tasks(split, seed)")
+    tasks = file.tasks if file.tasks is not None else getattr(file.environment, "tasks", None)
+    if not callable(tasks):
+        raise ConfigError(
+            "--eval-limit needs tasks(split, seed), a function of the file or a static method of its environment: a "
+            "list does not say which tasks are held out"
+        )
     return asyncio.run(TaskSource(tasks, split="eval", seed=seed, place="tasks").once(limit))

@@ -20,9 +20,8 @@ from molt_sdk.plain import read_extension, to_plain
 from molt_sdk.prefixes import PrefixTree
 from molt_sdk.types import Message, SamplingParams, Task, ToolExecution, Trajectory, Turn
 
-FORMAT = 2
-"""First element of every blob; raised when an older reader could misread a newer blob. Format 1 has whole prompts,
-messages and sampling parameters in every turn."""
+FORMAT = 3
+"""First element of every blob; raised when an older reader could misread a newer blob. 1 and 2 were never released."""
 
 _UNENCODABLE = (TypeError, OverflowError, UnicodeEncodeError, RecursionError)
 
@@ -37,12 +36,14 @@ class _Turn(Struct, array_like=True):
     fork_reason: Any
     agent: Any
     trainable: bool
-    new_messages: Any
-    """Format 1 only, as ``message``; since then they are in ``trajectory.messages``."""
+    asked: list[tuple[_Number, _Number]]
+    """``new_messages``, as ranges of ``trajectory.messages``: end not included."""
+    answered: _Number
+    """``message``, as an index of ``trajectory.messages``."""
     tools: _Number
-    sampling: dict[str, Any]
-    """All parameters in format 1; since then the seed, and the others are in ``trajectory.samplings``."""
-    message: Any
+    drawn: _Number
+    """``sampling`` without its seed, as an index of ``trajectory.samplings``."""
+    seed: Any
     finish_reason: Any
     context_i32: bytes
     """Without the tokens that are ``shared``."""
@@ -55,12 +56,6 @@ class _Turn(Struct, array_like=True):
     digest: bytes = b""
     shared: tuple[_Number, _Number] | None = None
     """(turn, tokens): the context begins with as many tokens as that turn's prompt + completion has in this place."""
-    asked: list[tuple[_Number, _Number]] = []
-    """``new_messages``, as ranges of ``trajectory.messages``: end not included."""
-    answered: _Number = 0
-    """``message``, as an index of ``trajectory.messages``."""
-    drawn: _Number = 0
-    """``sampling`` without its seed, as an index of ``trajectory.samplings``."""
     follows: int | None = None
 
 
@@ -88,8 +83,8 @@ class _Trajectory(Struct, array_like=True):
     split: Any
     started: float
     seconds: float
-    messages: list[Any] = []
-    samplings: list[Any] = []
+    messages: list[Any]
+    samplings: list[Any]
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -155,10 +150,11 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
             fork_reason=clean(turn.fork_reason),
             agent=clean(turn.agent),
             trainable=turn.trainable,
-            new_messages=None,
+            asked=messages.ranges(turn.new_messages),
+            answered=messages.number(turn.message),
             tools=tools.number(turn.tools),
-            sampling=clean({"seed": turn.sampling.seed}),
-            message=None,
+            drawn=samplings.number(turn.sampling),
+            seed=clean(turn.sampling.seed),
             finish_reason=turn.finish_reason,
             context_i32=turn.context_i32[4 * same :],
             completion_i32=turn.completion_i32,
@@ -169,9 +165,6 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
             remarks=clean(turn.remarks),
             digest=turn.digest,
             shared=(other, same) if same else None,
-            asked=messages.ranges(turn.new_messages),
-            answered=messages.number(turn.message),
-            drawn=samplings.number(turn.sampling),
             follows=turn.follows,
         )
 
@@ -205,7 +198,6 @@ def _to_wire(trajectory: Trajectory, clean: _Clean) -> _Trajectory:
 
 def _from_wire(wire: _Trajectory) -> Trajectory:
     tools = [tuple(schemas) for schemas in wire.tools]
-    samplings = wire.samplings if wire.format > 1 else [{}]
     turns: list[Turn] = []
     ends: list[int] = []  # bytes of prompt + completion of each turn
     for number, turn in enumerate(wire.turns):
@@ -226,10 +218,10 @@ def _from_wire(wire: _Trajectory) -> Trajectory:
                 fork_reason=turn.fork_reason,
                 agent=turn.agent,
                 trainable=turn.trainable,
-                new_messages=turn.new_messages if wire.format == 1 else _in_ranges(wire.messages, turn.asked),
+                new_messages=_in_ranges(wire.messages, turn.asked),
                 tools=tools[turn.tools],
-                sampling=SamplingParams(**{**samplings[turn.drawn], **turn.sampling}),
-                message=turn.message if wire.format == 1 else wire.messages[turn.answered],
+                sampling=SamplingParams(**{**wire.samplings[turn.drawn], "seed": turn.seed}),
+                message=wire.messages[turn.answered],
                 finish_reason=turn.finish_reason,
                 context_i32=context,
                 completion_i32=turn.completion_i32,

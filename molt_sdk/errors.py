@@ -10,8 +10,7 @@ MoltError
 │   └── ModelClosedError     a call after the trajectory of this Model ended
 ├── RewardError              a reward is not one finite number
 ├── EngineError              inference failed; the trajectory becomes an ``infra_error``
-│   ├── EngineReplyError     the engine's reply is malformed (missing or NaN logprobs, wrong lengths)
-│   └── UnsupportedSamplingError  the engine cannot honour a sampling parameter
+│   └── EngineReplyError     the engine's reply is malformed (missing or NaN logprobs, wrong lengths)
 ├── StoreError               a run directory cannot be used as asked
 ├── TrainingError            the trainer cannot go on
 └── RunFailedError           every rollout failed; carries the first root error
@@ -62,10 +61,6 @@ class EngineError(MoltError):
 
 class EngineReplyError(EngineError):
     """The engine's reply is malformed: lengths differ, or a logprob is missing, NaN or positive."""
-
-
-class UnsupportedSamplingError(EngineError):
-    """The engine cannot honour a sampling parameter exactly, so it refuses the request."""
 
 
 class StoreError(MoltError):

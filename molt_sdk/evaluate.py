@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import msgspec
+from loguru import logger
 from msgspec import Struct
 
 from molt_sdk.agent import Agent, resolve_agent
@@ -18,11 +19,14 @@ from molt_sdk.engines.select import check_engine, check_renderer, running_engine
 from molt_sdk.engines.torch_config import TorchEngineConfig
 from molt_sdk.errors import ConfigError
 from molt_sdk.loop import blocking, plain_errors
+from molt_sdk.progress import visible
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rollout import Rollouts
 from molt_sdk.store import Store
 from molt_sdk.types import SamplingParams, Task, Trajectory, TrajectoryGroup
 from molt_sdk.workers import WorkerPool
+
+MOST_FAILURES_SHOWN = 20
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -94,6 +98,36 @@ def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
     return sum(len(turn.completion_i32) // 4 for t in trajectories for turn in t.turns)
 
 
+class FirstFailures:
+    """A line for the first failure of each kind, and for an agent that never called the model."""
+
+    def __init__(self, run_dir: str | Path | None) -> None:
+        self._run_dir = run_dir
+        self._seen: set[tuple[str, str]] = set()
+
+    def lines(self, group: TrajectoryGroup) -> list[str]:
+        """What of this group was not seen before, in one line each."""
+        lines: list[str] = []
+        for t in group.trajectories:
+            if t.status == "ok" and not t.turns:
+                kind, what = "episode without a turn", f"{t.policy} never called the model; is an `await` missing?"
+            elif t.status not in ("ok", "truncated"):
+                kind, what = t.status, _last_line(t.error or "")
+            else:
+                continue
+            if (kind, what) not in self._seen and len(self._seen) < MOST_FAILURES_SHOWN:
+                self._seen.add((kind, what))
+                where = f"  (molt-sdk show {self._run_dir} {t.id[:8]})" if self._run_dir is not None else ""
+                lines.append(f"first {kind}: {visible(what, 200)}{where}")
+        return lines
+
+
+def _last_line(error: str) -> str:
+    """The last line of a traceback that says something; the frame that is drawn around a group's errors does not."""
+    said = (line.strip(" |") for line in reversed(error.splitlines()) if line.strip(" |+-"))
+    return next(said, "no reason was given")
+
+
 def _mean(values: Iterable[float | None]) -> float | None:
     numbers = [v for v in values if v is not None]
     return sum(numbers) / len(numbers) if numbers else None
@@ -158,11 +192,12 @@ async def arollout(
         engine: "auto", "torch", or an Engine object (it stays open; close it yourself).
         group_size: trajectories per task.  limit: most tasks.  split: passed to the environment's ``tasks``.
         max_concurrent, timeout: set the fields of ``config`` (:class:`RolloutConfig`).
-        run_dir: also store the trajectories there, readable with ``open_run``.
+        run_dir: also store the trajectories there, readable with ``open_run``; a new folder or an empty one.
 
     Raises:
         MoltError: for what is wrong with the arguments, before anything is loaded. What goes wrong inside a trajectory
-            is a status, never an exception.
+            is a status, never an exception; the first failure of each kind is logged as a warning, and
+            ``trajectory.error`` has the traceback.
     """
     agent = resolve_agent(
         policy_or_env,
@@ -219,12 +254,20 @@ async def _run(
     meta = {"kind": "rollout", "policy": agent.policy_name, "environment": agent.environment_name}
     store = Store.create(run_dir, meta=meta, config=msgspec.to_builtins(settings)) if run_dir is not None else None
     pool = WorkerPool(config.threads)
+    failures = FirstFailures(run_dir)
+
+    async def done(group: TrajectoryGroup) -> None:
+        for line in failures.lines(group):
+            logger.warning("{}", line)
+        if store is not None:
+            await store.add_group(group)
+
     try:
         async with running_engine(engine, path, torch_engine) as live:
             rollouts = Rollouts(
                 agent, live, renderer, pool, sampling=sampling, config=config, seed=seed, training=False, split=split
             )
-            return await run_tasks(rollouts, rows, group_size, store.add_group if store is not None else None)
+            return await run_tasks(rollouts, rows, group_size, done)
     finally:
         pool.close()
         if store is not None:
@@ -252,7 +295,7 @@ async def aevaluate(
     config: RolloutConfig | None = None,
     torch_engine: TorchEngineConfig | None = None,
 ) -> Evaluation:
-    """Run a policy on held-out tasks and sum up. Arguments and errors as in :func:`arollout`."""
+    """Run a policy on held-out tasks and sum up. Arguments, errors and warnings as in :func:`arollout`."""
     groups = await arollout(
         policy_or_env,
         env_or_tasks,
@@ -275,5 +318,9 @@ async def aevaluate(
     return Evaluation(groups=groups)
 
 
-rollout = blocking(arollout, "rollout")
-evaluate = blocking(aevaluate, "evaluate")
+_SETTINGS: dict[str, type[Struct]] = {
+    "sampling=SamplingParams({})": SamplingParams,
+    "config=RolloutConfig({})": RolloutConfig,
+}
+rollout = blocking(arollout, "rollout", _SETTINGS)
+evaluate = blocking(aevaluate, "evaluate", _SETTINGS)

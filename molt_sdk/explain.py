@@ -13,6 +13,11 @@ from molt_sdk.packed import to_spans
 from molt_sdk.prefixes import PrefixTree
 from molt_sdk.types import Trajectory, Turn
 
+SHARED_TOKENS = 16
+"""Fewer leading tokens than these tell nothing: all prompts of a template begin alike."""
+NOT_CONTINUED = re.compile(r".*, so turn \d+ is not continued", re.DOTALL)
+"""The remark on an edit that made a turn branch."""
+
 
 class Segment(Struct, frozen=True, kw_only=True):
     """One tree of the turn forest: a turn that extends no other, and all that descend from it. Token counts take each
@@ -25,7 +30,8 @@ class Segment(Struct, frozen=True, kw_only=True):
     """Training rows: ``trajectory.samples()`` that begin with this root."""
     trained_tokens: int
     context_tokens: int
-    """Prompts, and what agents that are not trained sampled."""
+    """Prompts, and what agents that are not trained sampled, as it is stored. A certificate counts what the rows show:
+    once in each of them, and nothing of abandoned turns."""
     abandoned_tokens: int
     """As in a certificate."""
     shared_turn: int | None
@@ -36,10 +42,10 @@ class Segment(Struct, frozen=True, kw_only=True):
     """Where it starts, branches and is given up, and why: one sentence each."""
 
     def __str__(self) -> str:
-        counts = f"{self.trained_tokens} tokens trained, {self.context_tokens} context"
+        counts = f"{self.trained_tokens} tokens trained, {self.context_tokens} stored as context"
         if self.abandoned_tokens:
             counts += f", {self.abandoned_tokens} abandoned"
-        head = f"{_numbered(self.turns)} ({', '.join(self.agents)}): {counts}, {_count(self.rows, 'row')}"
+        head = f"{_numbered(self.turns)} ({', '.join(self.agents)}): {counts}, {counted(self.rows, 'row')}"
         return "\n  ".join([head, *self.events])
 
 
@@ -88,8 +94,8 @@ def _segment(
     sampled = {turn.id: len(turn.completion_i32) // 4 for turn in turns if turn.trainable}
     given_up = sum(count for identity, count in sampled.items() if identity in abandoned)
     events = [_start(root)]
-    if same:
-        prompt = len(root.context_i32) // 4
+    prompt = len(root.context_i32) // 4
+    if same >= min(SHARED_TOKENS, prompt) > 0:
         which = f"all {prompt}" if same == prompt else f"the first {same} of its {prompt}"
         events.append(f"{which} prompt tokens are those of turn {other}, stored once")
     for turn in turns:
@@ -127,12 +133,14 @@ def _start(root: Turn) -> str:
 
 
 def _branches(turn: Turn, children: Sequence[Turn]) -> Iterator[str]:
-    """Why ``turn`` is continued more than once."""
+    """Why ``turn`` is continued more than once, or in place of a later one."""
     prompts: dict[bytes, int] = {}
     agents: set[str] = set()
     branches: defaultdict[str, list[int]] = defaultdict(list)
     for child in children:
-        if child.context_i32 in prompts:
+        if edit := next(filter(NOT_CONTINUED.fullmatch, child.remarks), None):
+            branches[edit].append(child.id)
+        elif child.context_i32 in prompts:
             branches[f"the prompt of turn {prompts[child.context_i32]} was asked again"].append(child.id)
         elif prompts and child.agent not in agents:
             branches[f"agent {child.agent} goes on from there"].append(child.id)
@@ -151,5 +159,6 @@ def _numbered(turns: Sequence[int]) -> str:
     return f"turn{'' if len(turns) == 1 else 's'} {', '.join(names)}"
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 turn", "2 turns"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -20,15 +20,15 @@ from loguru import logger
 
 from molt_sdk.agent import Agent, resolve_agent
 from molt_sdk.buffer import Buffer
-from molt_sdk.config import check_sampling_type
+from molt_sdk.config import RolloutConfig, check_sampling_type
 from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_renderer, running_engine
 from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedError, StoreError, TrainingError
-from molt_sdk.evaluate import Evaluation, run_tasks
+from molt_sdk.evaluate import Evaluation, FirstFailures, run_tasks
 from molt_sdk.fit_config import FitConfig, changed_settings, merge_keywords
 from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
-from molt_sdk.progress import Display, Tracker, Trackers, visible
+from molt_sdk.progress import Display, Tracker, Trackers
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rollout import Rollouts
 from molt_sdk.run import Run, open_run
@@ -39,8 +39,6 @@ from molt_sdk.workers import Worker, WorkerPool
 
 if TYPE_CHECKING:
     from trainer_backend.trainer import StepResult, Trainer
-
-MOST_FAILURES_SHOWN = 20
 
 
 async def afit(
@@ -154,7 +152,15 @@ async def afit(
     return open_run(directory)
 
 
-fit = blocking(afit, "fit")
+fit = blocking(
+    afit,
+    "fit",
+    {
+        "sampling=SamplingParams({})": SamplingParams,
+        "config=FitConfig({})": FitConfig,
+        "config=FitConfig(rollout=RolloutConfig({}))": RolloutConfig,
+    },
+)
 
 
 class _Job:
@@ -188,7 +194,7 @@ class _Job:
         self.skipped = 0
         self.measured: dict[str, float] = {}
         self.unreported: tuple[list[TrajectoryGroup], StepResult] | None = None
-        self.seen_failures: set[tuple[str, str]] = set()
+        self.failures = FirstFailures(store.dir)
         self.statuses: Counter[str] = Counter()
         self.failed_in_a_row = 0
         self.groups_done = 0
@@ -373,14 +379,8 @@ class _Job:
 
     def _note_failures(self, group: TrajectoryGroup) -> None:
         """Show the first failure of each kind, with where to read more."""
-        for t in group.trajectories:
-            if t.status in ("ok", "truncated"):
-                continue
-            last = (t.error or "").strip().rpartition("\n")[2]
-            if (t.status, last) not in self.seen_failures and len(self.seen_failures) < MOST_FAILURES_SHOWN:
-                self.seen_failures.add((t.status, last))
-                shown = f"molt-sdk show {self.store.dir} {t.id[:8]}"
-                self.display.note(f"first {t.status}: {visible(last, 200)}  ({shown})")
+        for line in self.failures.lines(group):
+            self.display.note(line)
 
     async def _evaluate(self) -> None:
         if not self.held_out:

@@ -4,8 +4,9 @@ Lineage rule: a request may extend an earlier turn whose messages + reply are a 
 canonical form: text joined, arguments as parsed JSON, reasoning left out); the longest wins, ties go to the newest. The
 match is only a candidate: the new prompt is the parent's ids plus a bridge verified on the template, else a new root.
 
-A conversation that grows is held once, for all turns along it, and what a request repeats of it is recognised by plain
-comparison: reading one more message costs the same at the end of a long conversation as at its start.
+A conversation that grows is held once, for all turns along it, and what a request repeats of it, in whatever form the
+client sends it, is recognised by plain comparison: reading one more message costs the same at the end of a long
+conversation as at its start.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from molt_sdk.messages import (
@@ -26,11 +27,14 @@ from molt_sdk.messages import (
     settled,
     shown_difference,
 )
-from molt_sdk.rendering.window import Window
+from molt_sdk.rendering.window import Window, window_of
 from molt_sdk.types import Message, ToolCall, Turn
 
 COMPARED = 32
 """Latest turns that a request is compared with; keeps the cost of one call apart from the trajectory's length."""
+
+SETTLED: Message = {"role": "user", "content": ""}
+"""Stands for a message that needs no other look when those behind it are read."""
 
 
 def canonical(message: Message) -> bytes:
@@ -57,27 +61,37 @@ class Request(NamedTuple):
 
     given: list[Any]
     """As the user gave them, in objects of their own."""
+    ends: list[int]
+    """How many of ``given`` each of ``messages`` and those before it were made of: a reply may be echoed in two."""
     messages: list[Message]
-    """The same, well-formed."""
+    """Well-formed. A reply that was echoed incompletely is as it was sampled."""
     keys: list[bytes]
     """One per non-empty prefix of the messages."""
-    remarks: tuple[str, ...] = ()
-    """What was restored of replies that were echoed incompletely."""
+    restored: list[int]
+    """Indices of the messages that were echoed incompletely."""
+
+    def first(self, count: int) -> Request:
+        """A copy of its first ``count`` messages."""
+        given = self.ends[count - 1] if count else 0
+        restored = self.restored[: bisect.bisect_left(self.restored, count)]
+        return Request(self.given[:given], self.ends[:count], self.messages[:count], self.keys[:count], restored)
+
+    def append(self, message: Message, taken: int = 1) -> None:
+        """Take up the next message, made of the next ``taken`` of ``given``."""
+        self.ends.append((self.ends[-1] if self.ends else 0) + taken)
+        self.messages.append(message)
+        self.keys.append(extend_key(self.keys[-1] if self.keys else b"", message))
 
 
 class Conversation:
     """Messages and token ids that grow turn by turn. It is shared: what a turn covers is a prefix of it."""
 
-    def __init__(self, request: Request, token_ids: list[int]) -> None:
-        self.given = request.given
-        self.messages = request.messages
-        self.keys = request.keys
+    def __init__(self, messages: list[Message], token_ids: list[int], read: Request) -> None:
+        self.messages = messages
+        """Every reply as it was sampled."""
         self.token_ids = token_ids
-
-    def branch(self, messages: int, tokens: int) -> Conversation:
-        """A prefix of it, to grow on its own."""
-        request = Request(self.given[:messages], self.messages[:messages], self.keys[:messages])
-        return Conversation(request, self.token_ids[:tokens])
+        self.read = read
+        """The same messages, as the latest request gave them: its client will most likely give them so again."""
 
 
 class Node(NamedTuple):
@@ -97,9 +111,22 @@ class Node(NamedTuple):
         """A new list of its prompt + completion."""
         return self.conversation.token_ids[: self.tokens]
 
-    @property
-    def keys(self) -> Sequence[bytes]:
-        return self.conversation.keys
+    def common(self, request: Request) -> int:
+        """How many of its messages the request begins with. Keys are chained: where two differ, all later ones do."""
+        keys = self.conversation.read.keys
+        shorter = range(min(self.messages, len(request.keys)))
+        return bisect.bisect_left(shorter, True, key=lambda i: keys[i] != request.keys[i])
+
+    def behind(self, request: Request) -> list[Message]:
+        """The messages of a request that goes on with this turn; results have the ids that their calls were given, not
+        those that the client made of them."""
+        given = request.messages[self.messages - 1].get("tool_calls") or ()
+        sampled = self.turn.message.get("tool_calls") or ()
+        ids = {call["id"]: own["id"] for call, own in zip(given, sampled, strict=True)}
+        new = request.messages[self.messages :]
+        results = itertools.takewhile(lambda message: message["role"] == "tool", new)
+        renamed = [_renamed(result, ids) for result in results]
+        return renamed + new[len(renamed) :]
 
 
 class Lineage:
@@ -108,147 +135,232 @@ class Lineage:
     def __init__(self) -> None:
         self._nodes: list[Node] = []
         self._nodes_by_key: defaultdict[bytes, list[Node]] = defaultdict(list)
+        self._nodes_by_prompt: defaultdict[bytes, list[Node]] = defaultdict(list)
 
     def read(self, messages: Sequence[Any], place: str, visible: Callable[[Turn], bool]) -> Request:
-        """Well-formed messages with their keys. What an earlier conversation holds already is not read again, and a
-        reply of a ``visible`` turn that a client echoed incompletely is as it was recorded.
+        """Well-formed messages with their keys. What a conversation of ``visible`` turns holds already is not read
+        again, and a reply of such a turn that a client echoed incompletely is as it was sampled.
 
         Raises RequestError naming the message and what is wrong with it.
         """
-        known, same = self._repeated(messages)
-        same = settled(known.messages, same) if known else 0
-        given = known.given[:same] if known else []
-        clean = known.messages[:same] if known else []
-        for i in range(same, len(messages)):
-            clean.append(normalize_one(messages[i], f"{place}: message {i}"))
-            given.append(_owned(messages[i]))
-        clean = match_results(clean, place, same)
-        request = Request(given, clean, _extended(known.keys[:same] if known else [], clean))
-        return self._restored(request, [node for node in self._nodes[-COMPARED:] if visible(node.turn)])
-
-    def _restored(self, request: Request, nodes: Sequence[Node]) -> Request:
-        """The request with replies of the closest of ``nodes`` instead of echoes that lack parallel calls, or that are
-        split into text and calls."""
-        while nodes:
-            same, node = max(((_common(node.keys[: node.messages], request.keys), node) for node in nodes), key=_first)
-            if same >= min(node.messages, len(request.messages)):
-                break
-            reply = node.conversation.messages[same]
-            taken = _echo(reply, request.messages[same : same + 2])
-            if not taken:
-                break
-            messages = [*request.messages[:same], reply, *request.messages[same + taken :]]
-            remark = f"message {same} was echoed incompletely and is as it was sampled"
-            keys = _extended(request.keys[:same], messages)
-            request = Request(list(messages), messages, keys, (*request.remarks, remark))
+        request = self._repeated(messages, visible)
+        at = len(request.given)
+        new = [normalize_one(messages[i], f"{place}: message {i}") for i in range(at, len(messages))]
+        request.given.extend(map(_owned, messages[at:]))
+        new = match_results([SETTLED] * at + new, place, at)[at:]
+        ids: dict[str, str] = {}  # for the results behind an incomplete echo
+        at = 0
+        while at < len(new):
+            message, taken = new[at], 1
+            if message["role"] == "tool":
+                message = _renamed(message, ids)
+            elif echo := self._incomplete_echo(request.keys, new[at : at + 2], visible):
+                message, (taken, ids) = echo
+                request.restored.append(len(request.messages))
+            else:
+                ids = {}
+            request.append(message, taken)
+            at += taken
         return request
 
-    def _repeated(self, messages: Sequence[Any]) -> tuple[Conversation | None, int]:
-        """The conversation of which the request repeats most, and how many messages; only the latest are looked at."""
-        best: Conversation | None = None
+    def _repeated(self, messages: Sequence[Any], visible: Callable[[Turn], bool]) -> Request:
+        """What is known of the messages from the conversation of which they repeat most; only the latest are looked
+        at."""
+        best: Request | None = None
         most = 0
-        seen: set[int] = set()
-        for node in reversed(self._nodes[-COMPARED:]):
-            known = node.conversation
-            if id(known) in seen:
-                continue
-            seen.add(id(known))
-            length = min(len(known.given), len(messages))
+        for node in _one_of_each(_latest(self._nodes, visible)):
+            known = node.conversation.read
+            length = min(known.ends[node.messages - 1], len(messages))
             if length > most and _same(known.given[most : most + 1], messages[most : most + 1]):
                 same = _same(known.given[:length], messages[:length])
                 if same > most:
                     best, most = known, same
-        return best, most
+        if best is None:
+            return Request([], [], [], [], [])
+        return best.first(settled(best.messages, bisect.bisect_right(best.ends, most)))
 
-    def add(self, turn: Turn, parent: Node | None, request: Request, token_ids: list[int], window: Window) -> None:
+    def _incomplete_echo(
+        self, keys: Sequence[bytes], given: Sequence[Message], visible: Callable[[Turn], bool]
+    ) -> tuple[Message, _Echo] | None:
+        """The reply to the conversation of ``keys`` of which ``given`` begins with an incomplete echo: the one with the
+        ids of its calls, else the newest. None where ``given`` begins with a whole echo, or with none."""
+        if given[0]["role"] != "assistant" or not keys or keys[-1] not in self._nodes_by_prompt:
+            return None
+        if any(visible(node.turn) for node in self._nodes_by_key.get(extend_key(keys[-1], given[0]), ())):
+            return None
+        replies = [node.turn.message for node in _latest(self._nodes_by_prompt[keys[-1]], visible)]
+        echoes = [(reply, echo) for reply in replies if (echo := _echo(reply, given))]
+        return min(echoes, key=lambda found: len(found[1].ids), default=None)
+
+    def add(self, turn: Turn, parent: Node | None, request: Request, token_ids: list[int]) -> None:
         """Remember ``turn``; ``token_ids`` are its prompt + completion after those of its parent."""
-        covered = len(request.messages)
+        read = request.first(len(request.messages))
+        read.given.append(_owned(turn.message))
+        read.append(turn.message)
         if parent is None:
-            copied = Request(list(request.given), list(request.messages), list(request.keys))
-            conversation = Conversation(copied, token_ids)
+            conversation = Conversation(list(request.messages), token_ids, read)
+            window = window_of(request.messages)
         else:
             conversation = parent.conversation
             if len(conversation.messages) > parent.messages:  # another turn went on from there
-                conversation = conversation.branch(parent.messages, parent.tokens)
-            conversation.given += request.given[parent.messages :]
-            conversation.messages += request.messages[parent.messages :]
-            conversation.keys += request.keys[parent.messages :]
+                conversation = Conversation(conversation.messages[: parent.messages], parent.token_ids, read)
+            conversation.read = read
+            conversation.messages += parent.behind(request)
             conversation.token_ids += token_ids
-        conversation.given.append(_owned(turn.message))
+            window = parent.window.extended(conversation.messages, parent.messages - 1)
         conversation.messages.append(turn.message)
-        conversation.keys.append(extend_key(request.keys[-1], turn.message))
-        node = Node(turn, conversation, covered + 1, len(conversation.token_ids), window)
+        node = Node(turn, conversation, len(conversation.messages), len(conversation.token_ids), window)
         self._nodes.append(node)
-        self._nodes_by_key[conversation.keys[-1]].append(node)
+        self._nodes_by_prompt[request.keys[-1]].append(node)
+        self._nodes_by_key[read.keys[-1]].append(node)
 
-    def candidate(self, keys: Sequence[bytes], visible: Callable[[Turn], bool]) -> Node | None:
-        """The node of the longest visible match, the newest on a tie."""
+    def candidate(
+        self, keys: Sequence[bytes], tools: Sequence[dict[str, Any]], visible: Callable[[Turn], bool]
+    ) -> Node | None:
+        """The node of the longest visible match; on a tie the newest that was offered the same tools, else the
+        newest."""
         for key in reversed(keys):
-            for node in reversed(self._nodes_by_key.get(key, ())):
-                if visible(node.turn):
-                    return node
+            nodes = _latest(self._nodes_by_key.get(key, ()), visible)
+            if nodes:
+                return next((node for node in nodes if list(node.turn.tools) == tools), nodes[0])
         return None
+
+    def remarks(self, request: Request, parent: Node, own: Callable[[Turn], bool]) -> tuple[str, ...]:
+        """What was restored of a request that goes on behind ``parent``, and which edit keeps it from going on behind a
+        later one of the agent's ``own`` turns."""
+        known = {i for i in parent.conversation.read.restored if i < parent.messages - 1}  # those have their remark
+        restored = [i for i in request.restored if i not in known]
+        remarks = [f"message {i} was echoed incompletely and is as it was sampled" for i in restored]
+        return (*remarks, *self._edit(request, parent, own))
+
+    def _edit(self, request: Request, parent: Node, own: Callable[[Turn], bool]) -> list[str]:
+        """The edit behind ``parent``, at most one: of a reply, or before a reply that the request still shows. Where
+        other messages follow than before, or the same ones again, the agent branched and edited nothing."""
+        later = [node for node in _latest(self._nodes, own) if node.messages > parent.messages]
+        common = [(node.common(request), node) for node in later]
+        for same, node in sorted(common, key=lambda pair: pair[0], reverse=True):
+            if same < parent.messages or same == len(request.messages):
+                break
+            there = (node.conversation.messages[same], *request.messages[same:])
+            if any(message["role"] == "assistant" for message in there):
+                return [f"{_difference(same, node, request.messages[same])}, so turn {node.turn.id} is not continued"]
+        return []
 
     def explain_new_root(
         self, request: Request, tools: Sequence[dict[str, Any]], visible: Callable[[Turn], bool]
     ) -> str:
         """Why a request extends no turn: the first message in which it differs from the closest of the latest."""
-        nodes = [node for node in self._nodes[-COMPARED:] if visible(node.turn)]
+        nodes = _latest(self._nodes, visible)
         if not nodes:
             return "first call"
         asked = len(request.messages)
 
-        def rank(node: Node) -> tuple[int, bool]:
-            same = _common(node.keys[: node.messages], request.keys)
-            return same, same == asked == node.messages - 1
+        def rank(node: Node) -> tuple[int, bool, bool]:
+            same = node.common(request)
+            repeated = same == asked == node.messages - 1
+            return same, repeated, repeated and list(node.turn.tools) == tools
 
-        closest = max(reversed(nodes), key=rank)
-        same, repeated = rank(closest)
+        closest = max(nodes, key=rank)
+        same, repeated, same_tools = rank(closest)
+        if not same:
+            edited = next((node for node in _one_of_each(nodes) if _repeats(node, request.messages)), None)
+            if edited is None:
+                return "a new conversation"
+            closest = edited
         turn = closest.turn.id
         if repeated:
-            same_tools = list(closest.turn.tools) == tools
             return f"same prompt as turn {turn}" if same_tools else f"same messages as turn {turn}, with other tools"
         if same >= asked:
             return f"history of turn {turn} was cut to its first {asked} messages"
         return f"differs from turn {turn}: {_difference(same, closest, request.messages[same])}"
 
 
-def _extended(keys: list[bytes], messages: Sequence[Message]) -> list[bytes]:
-    """Keys of all messages from those of the first."""
-    start = keys[-1] if keys else b""
-    return [*keys, *itertools.islice(itertools.accumulate(messages[len(keys) :], extend_key, initial=start), 1, None)]
+def _latest(nodes: Sequence[Node], visible: Callable[[Turn], bool]) -> list[Node]:
+    """The latest visible nodes, newest first."""
+    return list(itertools.islice((node for node in reversed(nodes) if visible(node.turn)), COMPARED))
 
 
-def _first(pair: tuple[int, Node]) -> int:
-    return pair[0]
+def _one_of_each(nodes: Sequence[Node]) -> Iterator[Node]:
+    """The first node of each conversation."""
+    seen: set[int] = set()
+    for node in nodes:
+        if id(node.conversation) not in seen:
+            seen.add(id(node.conversation))
+            yield node
 
 
-def _echo(reply: Message, given: Sequence[Message]) -> int:
-    """How many messages are an incomplete echo of a reply: one that lacks some of its parallel calls, or two of which
-    the first has its text and the second its calls. 0 if it was changed."""
-    calls = [_call_json(call) for call in reply.get("tool_calls") or ()]
-    if not calls or any(message["role"] != "assistant" for message in given[:1]):
-        return 0
+def _repeats(node: Node, messages: Sequence[Message]) -> bool:
+    """Whether a request with another first message shows any other one of the node's in the same place, or any
+    reply."""
+    known = node.conversation.messages[: node.messages]
+    if any(canonical(a) == canonical(b) for a, b in zip(known[1:], messages[1:], strict=False)):
+        return True
+    replies = {canonical(message) for message in known if message["role"] == "assistant"}
+    return any(message["role"] == "assistant" and canonical(message) in replies for message in messages)
+
+
+def _renamed(result: Message, ids: Mapping[str, str]) -> Message:
+    call_id = result.get("tool_call_id", "")
+    return {**result, "tool_call_id": ids[call_id]} if call_id in ids else result
+
+
+class _Echo(NamedTuple):
+    """An incomplete echo of a reply."""
+
+    messages: int
+    ids: dict[str, str]
+    """Ids that the reply has not, with its own ids of these calls."""
+
+
+def _echo(reply: Message, given: Sequence[Message]) -> _Echo | None:
+    """What ``given`` begins with: one message that lacks some of the reply's parallel calls, or two of which the first
+    has its text and the second its calls. None if the reply was changed."""
+    calls = reply.get("tool_calls") or []
     first, *rest = given
     parts = [first]
     if not first.get("tool_calls") and rest and rest[0]["role"] == "assistant" and not rest[0].get("content"):
         parts.append(rest[0])
-    kept = [_call_json(call) for call in parts[-1].get("tool_calls") or ()]
-    wanted = iter(calls)
-    if first.get("content") != reply.get("content") or not kept or not all(call in wanted for call in kept):
-        return 0
-    return len(parts)
+    kept = parts[-1].get("tool_calls") or []
+    if first.get("content") != reply.get("content") or not kept:
+        return None
+    own = {call["id"] for call in calls}
+    ids: dict[str, str] = {}
+    left = iter(calls)
+    for call in kept:
+        sampled = next((c for c in left if _call_json(c) == _call_json(call)), None)
+        if sampled is None:
+            return None
+        if call["id"] not in own:
+            ids[call["id"]] = sampled["id"]
+    return _Echo(len(parts), ids)
 
 
 def _call_json(call: ToolCall) -> str:
     return json.dumps([call["function"]["name"], parsed_arguments(call["function"]["arguments"])], sort_keys=True)
 
 
+class _Leaf:
+    """Equal to the same number of the same type: 1, 1.0 and True are equal in Python and different in a prompt. Made of
+    anything else, which may change or lie, it is equal to nothing."""
+
+    def __init__(self, given: Any) -> None:
+        self._number = given if type(given) in (bool, int) or (type(given) is float and given) else None
+
+    def __eq__(self, other: object) -> bool:
+        return self._number is not None and type(other) is type(self._number) and other == self._number
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _owned(given: Any) -> Any:
-    """A copy that stays the same whatever the user does to the original."""
-    if isinstance(given, dict):
-        return {key: value if type(value) is str else _owned(value) for key, value in given.items()}
-    return [_owned(item) for item in given] if isinstance(given, list | tuple) else given
+    """A copy that stays the same whatever the user does to the original, and equals only what reads the same."""
+    if given is None or type(given) is str:
+        return given
+    if isinstance(given, Mapping) and all(type(key) is str for key in given):
+        return {key: _owned(value) for key, value in given.items()}
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
+        return [_owned(item) for item in given]
+    return _Leaf(given)
 
 
 def _same(known: Sequence[Any], messages: Sequence[Any]) -> int:
@@ -257,12 +369,6 @@ def _same(known: Sequence[Any], messages: Sequence[Any]) -> int:
         return len(known) if known == messages else first_difference(known, messages)
     except Exception:  # the comparison of an object that a user put into a message
         return 0
-
-
-def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many leading keys are equal. Keys are chained: where two differ, all later ones do."""
-    shorter = range(min(len(one), len(other)))
-    return bisect.bisect_left(shorter, True, key=lambda i: one[i] != other[i])
 
 
 def _difference(index: int, closest: Node, after: Message) -> str:

@@ -7,9 +7,11 @@ import difflib
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
+
+import msgspec
 
 from molt_sdk.errors import ConfigError, MoltError
 
@@ -25,10 +27,13 @@ def in_event_loop() -> bool:
     return True
 
 
-def blocking(twin: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P, T]:
+def blocking(
+    twin: Callable[P, Coroutine[Any, Any, T]], name: str, settings: Mapping[str, type[msgspec.Struct]] | None = None
+) -> Callable[P, T]:
     """The blocking form of an async function, with its signature: it runs on a loop of its own.
 
-    Inside a running event loop it raises MoltError, naming the twin to await instead.
+    Inside a running event loop it raises MoltError, naming the twin to await instead. An unknown keyword is a
+    ConfigError with the nearest one, or with the way to give it that ``settings`` names for the fields of a struct.
     """
 
     @functools.wraps(twin)
@@ -38,15 +43,23 @@ def blocking(twin: Callable[P, Coroutine[Any, Any, T]], name: str) -> Callable[P
         try:
             inspect.signature(twin).bind(*args, **kwargs)
         except TypeError as error:
-            unknown = next((k for k in kwargs if k not in inspect.signature(twin).parameters), "")
-            near = difflib.get_close_matches(unknown, inspect.signature(twin).parameters, 1)
-            raise ConfigError(f"{name}(): {error}" + (f"; did you mean {near[0]}=?" if near else "")) from None
+            known = inspect.signature(twin).parameters
+            unknown = next((k for k in kwargs if k not in known), "")
+            raise ConfigError(f"{name}(): {error}{_keyword_hint(unknown, [*known], settings or {})}") from None
         return asyncio.run(twin(*args, **kwargs))
 
     run.__name__ = run.__qualname__ = name
     del run.__wrapped__  # else inspect takes it for the coroutine function
     run.__signature__ = inspect.signature(twin)  # type: ignore[attr-defined]
     return run
+
+
+def _keyword_hint(unknown: str, known: list[str], settings: Mapping[str, type[msgspec.Struct]]) -> str:
+    for way, struct in settings.items():
+        if unknown in struct.__struct_fields__:
+            return f"; write {way.format(f'{unknown}=...')}"
+    near = difflib.get_close_matches("learning_rate" if unknown == "lr" else unknown, known, 1)
+    return f"; did you mean {near[0]}=?" if near else ""
 
 
 @contextmanager

@@ -168,7 +168,8 @@ def normalize_one(message: Any, place: str) -> Message:
     """One message by itself. Keys that mean nothing here are left out; reasoning is also read from
     ``reasoning_content``, and a refusal is the content of a message without one."""
     if not isinstance(message, Mapping) or "role" not in message:
-        raise RequestError(f"{place} is {message!r:.200}; a message is a dict with a role and a content")
+        advice = "; append reply.message" if isinstance(getattr(message, "message", None), Mapping) else ""
+        raise RequestError(f"{place} is {message!r:.200}; a message is a dict with a role and a content{advice}")
     role = message["role"]
     if role not in ROLES:
         raise RequestError(f"{place} has role {role!r}; use one of {', '.join(ROLES)}")
@@ -288,14 +289,35 @@ def _arguments_text(arguments: Any, place: str) -> str:
 
 
 def parsed_arguments(arguments: str) -> Any:
-    """Arguments as data when they are JSON that can be written again, else the text itself."""
+    """Arguments as data when they are JSON that can be written and shown again, else the text itself."""
     try:
         value = json.loads(arguments)
+        if too_deep(value):
+            return arguments
         if "\\ud" in arguments.lower():  # an escaped surrogate may lack its other half
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
     return value
+
+
+MAX_DEPTH = 64
+"""Of arguments: templates and their helpers recurse."""
+
+
+def too_deep(value: Any) -> bool:
+    """Whether JSON data is nested deeper than templates can show."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return any(isinstance(item, dict | list) for item in level)
 
 
 def first_difference(before: Sequence[Any], after: Sequence[Any]) -> int:
@@ -305,6 +327,10 @@ def first_difference(before: Sequence[Any], after: Sequence[Any]) -> int:
 
 
 def shown_difference(before: str, after: str, at: int) -> str:
-    """Both texts around character ``at``, for an explanation."""
-    near = slice(max(0, at - 12), at + 24)
-    return f"{before[near]!r} became {after[near]!r}"
+    """Both texts around character ``at``, for an explanation; "…" stands where they were cut."""
+    return f"{_excerpt(before, at)} became {_excerpt(after, at)}"
+
+
+def _excerpt(text: str, at: int) -> str:
+    start, end = max(0, at - 12), at + 24
+    return f"{'…' * (start > 0)}{text[start:end]!r}{'…' * (end < len(text))}"

@@ -99,7 +99,10 @@ _OFF: dict[str, Any] = {
 """What draws from a distribution that the trainer does not compute, and the value that switches it off."""
 
 
-OVERRULE = ', or set sampling_from="config" to overrule what the agent asks for'
+OVERRULE = (
+    ', or overrule what the agent asks for: config=FitConfig(rollout=RolloutConfig(sampling_from="config")), on the '
+    "command line --rollout.sampling-from config"
+)
 
 
 def check_trainable(params: SamplingParams, place: str, advice: str = "") -> None:
@@ -138,6 +141,8 @@ class Session:
         self.opening: asyncio.Task[BaseException | None] | None = None
         """Makes the environment; outlives a cancelled trajectory, so that what was opened can be closed."""
         self.max_turns = max_turns
+        self.rewarded_by: dict[str, Scope] = {}
+        """Which handle set the reward of an agent: forks may share a name."""
         self._serial = asyncio.Lock()
         self._environment_tools: list[Tool] | None = None
 
@@ -255,7 +260,13 @@ class Reply:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def reward(self, value: Any) -> None:
-        """Credit this call: added to the reward that its agent's tokens are trained on. Raises RewardError."""
+        """Add to the reward of the agent that made this call; a second call replaces the first. Raises RewardError.
+
+        All tokens of one agent in one trajectory are trained on one number: its reward plus the rewards of all its
+        replies. A reply is not trained on its own reward alone; to tell parts of an episode apart, make each a fork
+        with a name and a reward of its own. Of several replies to one prompt, one with a reward is trained although
+        another one was continued.
+        """
         self._recorder.require_open()
         self._recorder.turn_rewards[self.turn.id] = to_reward(value, f"reply.reward on turn {self.turn.id}")
 
@@ -295,6 +306,8 @@ class Model:
 
         Raises:
             RequestError: malformed messages or sampling (ContextLengthError: no room; ModelClosedError: too late).
+            DefinitionError: a tool is defined in a way that cannot work.
+            TemplateError: the chat template cannot show these messages.
             EngineError: inference failed.
         """
         if tool_choice not in ("auto", "none") or response_format is not None:
@@ -328,14 +341,24 @@ class Model:
         It also ends when a tool raises ``Stop``, when a reply is cut by ``max_tokens``, or after ``max_turns`` calls of
         the model (default: the environment's, else 10); the calls of a cut or last reply are not executed. Returns the
         last reply. What a tool raises goes back to the model as its result; what was wrong with calls that cannot be
-        read follows the results of the others, each as a tool message without ``tool_call_id``. Raises as :meth:`chat`
-        and :meth:`call_tool`.
+        read follows the results of the others, each as a tool message without ``tool_call_id``. ``system`` is put in
+        front of messages that do not begin with a system message.
+
+        Raises:
+            RequestError: as :meth:`chat`; ``system`` although there is a system message; ``max_turns`` below 1.
+            DefinitionError, TemplateError, EngineError: as :meth:`chat`.
+            Reject, EngineError, ModelClosedError: a tool raised it; these are not for the model to read.
         """
         limit = max_turns if max_turns is not None else self._session.max_turns or DEFAULT_MAX_TURNS
         if limit < 1:
             raise RequestError(f"model.run: max_turns={limit} must be at least 1")
         conversation = normalize(messages, "model.run")
         if system is not None:
+            if conversation[0]["role"] in ("system", "developer"):
+                raise RequestError(
+                    "model.run: system=... was given, but the messages begin with a system message already; give one "
+                    "of the two"
+                )
             conversation = [{"role": "system", "content": system}, *conversation]
         while True:
             reply = await self.chat(conversation, tools=tools, **sampling)
@@ -446,15 +469,30 @@ class Model:
     def fork(self, agent: str | None = None, *, trainable: bool = True) -> Model:
         """A named sub-agent: it may continue what this handle has said so far, and has its own branch and reward.
 
+        Rewards belong to names: a fork's tokens are trained on its own reward if it has one, else on the trajectory's,
+        and compared with those of the fork of that name in the sibling trajectories. Forks that share a name share a
+        reward; name them apart (``model.fork(f"worker{i}")``) to reward them apart. Without a name it is "fork1",
+        "fork2", ...
+
         Raises RequestError for the name "main": the policy itself has it.
         """
         return Model(self._session, self._recorder.fork(self._scope, agent, trainable))
 
     def reward(self, value: Any, *, turn: Reply | int | None = None) -> None:
-        """Set the reward of this agent (of one turn if given). Raises RewardError."""
+        """Set the reward of this agent, or with ``turn`` what a call adds to it (``reply.reward``); the last counts.
+
+        Raises RewardError: no finite number; no such turn; another fork of this name has set another reward.
+        """
         self._recorder.require_open()
         if turn is None:
             number = to_reward(value, f"model.reward of agent {self.agent!r}")
+            before = self._recorder.agent_rewards.get(self.agent)
+            if self._session.rewarded_by.setdefault(self.agent, self._scope) is not self._scope and before != number:
+                raise RewardError(
+                    f"model.reward: another fork named {self.agent!r} has the reward {before:g}, this one would get "
+                    f"{number:g}; forks that share a name share a reward, so give each a name of its own, such as "
+                    f'model.fork(f"{self.agent}{{i}}")'
+                )
             self._recorder.agent_rewards[self.agent] = number
             return
         index = turn.turn.id if isinstance(turn, Reply) else turn
@@ -466,7 +504,7 @@ class Model:
         """Record numbers as metrics of the trajectory; they are averaged over the step."""
         self._recorder.require_open()
         for name, value in values.items():
-            self._recorder.metrics[name] = to_reward(value, f"model.log({name}=...)")
+            self._recorder.metrics[name] = to_reward(value, f"model.log({name}=...)", kind="metric")
 
 
 async def _together(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
@@ -528,7 +566,7 @@ def _is_parallel(call: ToolCall, tools: Mapping[str, Tool]) -> bool:
     return tool is not None and tool.parallel
 
 
-def to_reward(value: Any, place: str) -> float:
+def to_reward(value: Any, place: str, *, kind: str = "reward") -> float:
     """One finite float from a bool, int, float, Decimal, or NumPy/torch scalar.
 
     Raises:
@@ -542,7 +580,7 @@ def to_reward(value: Any, place: str) -> float:
         if isinstance(number, str | bytes | complex) or not isinstance(number, bool | int | float | Decimal):
             hint = "; did it miss a return statement?" if value is None else ""
             raise RewardError(
-                f"{place} gave {value!r:.80} of type {type(value).__name__}; a reward is one finite number "
+                f"{place} gave {value!r:.80} of type {type(value).__name__}; a {kind} is one finite number "
                 f"(bool, int, float, Decimal, NumPy or torch scalar){hint}"
             )
     try:
@@ -550,9 +588,9 @@ def to_reward(value: Any, place: str) -> float:
     except (OverflowError, ValueError) as error:
         raise RewardError(f"{place} gave {value!r:.80}, which is not a float: {error}") from None
     if not math.isfinite(result):
-        raise RewardError(f"{place} gave {result}; a reward must be finite")
+        raise RewardError(f"{place} gave {result}; a {kind} must be finite")
     if abs(result) > LARGEST_REWARD:
-        raise RewardError(f"{place} gave {result}; the largest magnitude of a reward is {LARGEST_REWARD:g}")
+        raise RewardError(f"{place} gave {result}; the largest magnitude of a {kind} is {LARGEST_REWARD:g}")
     return result
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import anyio
 import msgspec
@@ -21,9 +22,11 @@ from molt_sdk.packed import pack_floats, pack_ints, to_spans
 from molt_sdk.rendering.known import TAIL
 from molt_sdk.rendering.renderer import Bridge, History, NoBridge, ParsedCompletion, Renderer
 from molt_sdk.rendering.tokens import LARGE_TEXT
-from molt_sdk.rendering.window import window_of
 from molt_sdk.types import MAIN_AGENT, Message, SamplingParams, ToolExecution, Turn
 from molt_sdk.workers import being_cancelled
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RAW_COMPLETION = "raw completion"
 """``fork_reason`` of a call of ``model.complete``, which has no messages to continue."""
@@ -121,32 +124,34 @@ class Recorder:
         await self.turnstile.turn()
         self.require_open()
         request = self._lineage.read(message_list(messages, place), place, scope.sees)
-        plan = self._plan(scope, request, tools)
+        plan, remarks = self._plan(scope, request, tools)
         if _size(plan.new_messages) < LARGE_TEXT:
-            plan = self._rendered(plan, request, tools)
+            plan = self._bridged(plan, tools)
         else:
-            # a megabyte takes a second
-            plan = await asyncio.to_thread(self._rendered, plan, request, tools)
+            plan = await self._on_thread(self._bridged, plan, tools)
+        if plan.parent is None:
+            large = _size(request.messages) >= LARGE_TEXT
+            render = self.renderer.prompt
+            prompt = (
+                await self._on_thread(render, request.messages, tools) if large else render(request.messages, tools)
+            )
+            plan = Plan(None, plan.fork_reason, prompt, prompt, request.messages, plan.follows)
         number, generation, sampling, seconds = await self._generate(plan.prompt, sampling)
         parsed = self.renderer.parse(
             generation.token_ids, generation.finish_reason, tools, f"call_{number}_", prompt=plan.prompt[-TAIL:]
         )
         parent = plan.parent
         offered = parent.turn.tools if parent else tuple(dict(t) for t in tools)
-        parsed = parsed._replace(remarks=(*request.remarks, *parsed.remarks))
+        parsed = parsed._replace(remarks=(*remarks, *parsed.remarks))
         turn = self._record(scope, plan, offered, sampling, generation, parsed, seconds)
-        if parent is not None:
-            window = parent.window.extended(request.messages, parent.messages - 1)
-        else:
-            window = window_of(request.messages)
-        self._lineage.add(turn, parent, request, [*plan.context, *generation.token_ids], window)
+        self._lineage.add(turn, parent, request, [*plan.context, *generation.token_ids])
         return turn, request.messages, parsed.tool_errors
 
     async def complete(self, scope: Scope, prompt: str | Sequence[int], sampling: SamplingParams) -> Turn:
         """Record one raw completion: always a root, since it has no messages."""
         await self.turnstile.turn()
         self.require_open()
-        ids = self._raw_ids(prompt)
+        ids = self._raw_ids(prompt) if len(prompt) < LARGE_TEXT else await self._on_thread(self._raw_ids, prompt)
         shown: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
         plan = Plan(None, RAW_COMPLETION, ids, ids, shown)
         _, generation, sampling, seconds = await self._generate(ids, sampling)
@@ -169,30 +174,40 @@ class Recorder:
             raise RequestError("model.complete: the prompt is empty; give text or token ids")
         return ids
 
-    def _plan(self, scope: Scope, request: Request, tools: Sequence[Mapping[str, Any]]) -> Plan:
-        """The turn to extend, if there is a candidate; nothing is rendered yet."""
+    def _plan(
+        self, scope: Scope, request: Request, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Plan, tuple[str, ...]]:
+        """The turn to extend, if there is a candidate, and remarks on the request; nothing is rendered yet."""
         offered = [dict(tool) for tool in tools]
-        node = self._lineage.candidate(request.keys, scope.sees)
+        node = self._lineage.candidate(request.keys, offered, scope.sees)
         if node is None:
             reason = self._lineage.explain_new_root(request, offered, scope.sees)
-        elif list(node.turn.tools) != offered:
+            return Plan(None, reason, [], [], request.messages), ()
+        remarks = self._lineage.remarks(request, node, lambda turn: turn.id in scope.turn_ids)
+        if list(node.turn.tools) != offered:
             reason = f"other tools are offered than in turn {node.turn.id}"
-        else:
-            return Plan(node, "", [], [], request.messages[node.messages :])
-        return Plan(None, reason, [], [], request.messages, node.turn.id if node else None)
+            return Plan(None, reason, [], [], request.messages, node.turn.id), remarks
+        return Plan(node, "", [], [], node.behind(request)), remarks
 
-    def _rendered(self, plan: Plan, request: Request, tools: Sequence[Mapping[str, Any]]) -> Plan:
-        """The plan with its token ids. Where the candidate cannot be extended, a new root with the reason."""
-        node, reason, follows = plan.parent, plan.fork_reason, plan.follows
-        if node is not None:
-            bridge = self._bridge(node, plan.new_messages, tools)
-            if isinstance(bridge, Bridge):
-                prompt = node.token_ids
-                prompt += bridge.token_ids  # in place: the copy of a long prompt is what a turn costs
-                return Plan(node, "", bridge.token_ids, prompt, plan.new_messages)
-            reason, follows = f"cannot continue turn {node.turn.id}: {bridge.reason}", node.turn.id
-        prompt = self.renderer.prompt(request.messages, tools)
-        return Plan(None, reason, prompt, prompt, request.messages, follows)
+    def _bridged(self, plan: Plan, tools: Sequence[Mapping[str, Any]]) -> Plan:
+        """The plan with the ids that extend its candidate; without a parent and with the reason if they cannot."""
+        node = plan.parent
+        if node is None:
+            return plan
+        bridge = self._bridge(node, plan.new_messages, tools)
+        if isinstance(bridge, Bridge):
+            prompt = node.token_ids
+            prompt += bridge.token_ids  # in place: the copy of a long prompt is what a turn costs
+            return Plan(node, "", bridge.token_ids, prompt, plan.new_messages)
+        reason = f"cannot continue turn {node.turn.id}: {bridge.reason}"
+        return Plan(None, reason, [], [], plan.new_messages, node.turn.id)
+
+    async def _on_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Work on a megabyte of text takes a second, which the event loop has not."""
+        result = await asyncio.to_thread(work, *args, **kwargs)
+        await self.turnstile.turn()
+        self.require_open()
+        return result
 
     def _bridge(self, node: Node, new: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Bridge | NoBridge:
         numbers = node.window.numbers if self.renderer.windowed else range(node.messages - 1)
@@ -250,7 +265,28 @@ class Recorder:
         await self.turnstile.turn()
         self.require_open()
         check_generation(generation, request, self._engine_name)
+        generation = self._until_its_end(generation, request)
         return number, generation, sent, time.perf_counter() - started
+
+    def _until_its_end(self, generation: Generation, request: GenerateRequest) -> Generation:
+        """The reply up to the first token that ends it. An engine that samples several tokens at a time may return
+        more; nobody was shown those."""
+        ids, eos = generation.token_ids, request.eos_token_ids
+        end = next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))
+        if request.sampling.stop and self.renderer.holds(ids[:end], request.sampling.stop):
+            end = bisect.bisect_left(
+                range(end), True, key=lambda i: self.renderer.holds(ids[: i + 1], request.sampling.stop)
+            )
+            end += 1
+        if end == len(ids):
+            return generation
+        return msgspec.structs.replace(
+            generation,
+            token_ids=ids[:end],
+            logprobs=generation.logprobs[:end],
+            versions=generation.versions[:end],
+            finish_reason="stop",
+        )
 
     def _call_seed(self, user_seed: int | None, number: int) -> int:
         """One seed per call: the user's (or the run's) mixed with the trajectory's place in the run."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from molt_sdk.explain import counted
 from molt_sdk.progress import visible
 from molt_sdk.types import Trajectory
 
@@ -53,8 +54,9 @@ class Report(Struct, frozen=True, kw_only=True):
     @property
     def summary(self) -> str:
         """The verdict in one line."""
-        counts = [_count(self.problems, "problem"), _count(self.warnings, "warning")]
-        return f"{'usable' if self.ok else 'not usable as it is'}: {', '.join(filter(None, counts)) or 'all is well'}"
+        counts = {"problem": len(self.problems), "warning": len(self.warnings)}
+        told = ", ".join(counted(number, noun) for noun, number in counts.items() if number)
+        return f"{'usable' if self.ok else 'not usable as it is'}: {told or 'all is well'}"
 
     def __repr__(self) -> str:
         return f"Report({self.summary}, {len(self.findings)} findings, {len(self.trajectories)} episodes)"
@@ -77,7 +79,3 @@ def report_lines(report: Report) -> Iterator[tuple[Verdict | Literal["heading", 
         if finding.advice:
             yield "more", visible(f"           → {finding.advice}", 10_000)
     yield ("ok" if report.ok else "problem"), f"\n{report.summary}"
-
-
-def _count(findings: list[Finding], noun: str) -> str:
-    return f"{len(findings)} {noun}{'s' * (len(findings) != 1)}" if findings else ""

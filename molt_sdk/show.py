@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,16 +16,16 @@ from molt_sdk.run import Run
 from molt_sdk.types import Message, Trajectory, Turn
 
 LINE_STYLES = {"heading": "bold", "ok": "", "warning": "yellow", "problem": "red", "more": "dim"}
+OWN_CODE = Path(__file__).parent
+"""Frames of a traceback that lie here are left out, but those of the shipped agents."""
 COLUMNS = ("step", "reward", "loss", "grad_norm", "tokens", "seconds", "staleness", "failures", "eval/reward")
 
 
 def show_run(run: Run, console: Console, trajectories: Iterable[Trajectory]) -> None:
     """Steps with their main numbers, how many trajectories ended how, and a list of ``trajectories``."""
     console.print(f"run {run.dir}", markup=False)
-    table = Table(*COLUMNS, box=None)
-    for row in run.metrics:
-        table.add_row(*(_number(row.get(column)) for column in COLUMNS))
-    console.print(table)
+    if rows := run.metrics:
+        console.print(_metrics_table(rows))
     console.print("trajectories: " + (", ".join(f"{n} {s}" for s, n in run.status.items()) or "none"), markup=False)
     for checkpoint in run.checkpoints:
         console.print(f"checkpoint: step {checkpoint.step}, {checkpoint.path}", markup=False)
@@ -54,28 +55,48 @@ def show_trajectory(trajectory: Trajectory, console: Console) -> None:
     console.print(head, style="bold", markup=False)
     for name, value in {**trajectory.rewards, **trajectory.metrics}.items():
         console.print(f"  {name} {_number(value)}", markup=False)
+    for agent, value in trajectory.agent_rewards.items():
+        console.print(f"  agent {visible(agent, 40)}: reward {_number(value)}", markup=False)
     for turn in trajectory.turns:
         _show_turn(turn, console)
     console.print(_lines(str(trajectory.explain())), style="dim", markup=False)
     certificate = trajectory.certify()
     verdict = "exact" if certificate.ok else "NOT exact: " + "; ".join(certificate.problems)
     console.print(
-        f"{certificate.trained_tokens} trained tokens, {certificate.context_tokens} context tokens; {verdict}",
+        f"{certificate.trained_tokens} trained tokens, {certificate.context_tokens} context tokens in rows; {verdict}",
         markup=False,
     )
     for execution in trajectory.tool_executions:
         if execution.error:
-            console.print(f"tool {execution.call['function']['name']}: {execution.error}", style="red", markup=False)
+            name = visible(execution.call["function"]["name"], 80)
+            console.print(f"tool {name}: {_lines(_user_frames(execution.error))}", style="red", markup=False)
     if trajectory.error:
-        console.print(_lines(trajectory.error), style="red", markup=False)
+        console.print(_lines(_user_frames(trajectory.error)), style="red", markup=False)
+
+
+def _user_frames(traceback: str) -> str:
+    """A traceback without the frames of molt_sdk; the record keeps them. Any other text as it is."""
+    lines: list[str] = []
+    own, indent = False, 0
+    for line in traceback.splitlines():
+        said = line.lstrip(" |")  # a group of errors draws a frame around each
+        if said.startswith('File "'):
+            file, indent = Path(said.split('"')[1]), len(line) - len(said)
+            own = file.is_relative_to(OWN_CODE) and not file.is_relative_to(OWN_CODE / "_agents")
+        elif len(line) - len(said) <= indent:  # else it is the code of that frame
+            own = False
+        if not own:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _show_turn(turn: Turn, console: Console) -> None:
     start = f"extends turn {turn.parent}" if turn.parent is not None else f"new root: {turn.fork_reason}"
     versions = sorted({version for version, _, _ in turn.version_spans})
+    reward = f", reward {_number(turn.reward)}" if turn.reward is not None else ""
     console.print(
         f"── turn {turn.id} ({turn.agent}; {start}; {len(turn.completion_i32) // 4} tokens, version "
-        f"{', '.join(map(str, versions))}, {turn.finish_reason})",
+        f"{', '.join(map(str, versions))}, {turn.finish_reason}{reward})",
         style="dim",
         markup=False,
     )
@@ -94,8 +115,21 @@ def _show_message(message: Message, console: Console) -> None:
     console.print(text)
 
 
+def _metrics_table(rows: Sequence[Mapping[str, float]]) -> Table:
+    """The main numbers, those that any step has, in at most 80 columns without cutting one."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    columns = [column for column in COLUMNS if any(column in row for row in rows)]
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(*(_number(row.get(column)) for column in columns))
+    return table
+
+
 def _trajectory_table(trajectories: Iterable[Trajectory]) -> Table:
-    table = Table("id", "split", "task", "status", "reward", "turns", "tokens", "last reply", box=None)
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("id", "split", "task", "status", "reward", "turns", "tokens", "last reply"):
+        table.add_column(column, no_wrap=column not in ("task", "last reply"))
     for t in trajectories:
         prompt = t.task.prompt if isinstance(t.task.prompt, str) else str(t.task.prompt[-1].get("content"))
         table.add_row(

@@ -14,15 +14,16 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from molt_sdk.engines.base import GenerateRequest, Generation, NamedTensors
 from molt_sdk.errors import EngineError, TemplateError
+from molt_sdk.rendering.abilities import Tools
 from molt_sdk.rendering.bridge import Bridge, History, NoBridge
-from molt_sdk.rendering.probe import reasons, sampled_reply
+from molt_sdk.rendering.probe import ReplyWriter
 from molt_sdk.rendering.renderer import Renderer
 from molt_sdk.rendering.toolcalls import example_arguments, tool_call
 from molt_sdk.types import Message
@@ -33,8 +34,6 @@ FILLER = "This is a simulated answer."
 BLOCKED = 0.1
 """Seconds without a tick from which on the event loop counts as blocked."""
 
-Tools = Sequence[Mapping[str, Any]]
-
 
 class AskedRenderer(Renderer):
     """A renderer that remembers what it was asked last: an engine sees token ids, the simulated model has to know the
@@ -42,11 +41,12 @@ class AskedRenderer(Renderer):
 
     def __init__(self, model: str, *, emulate_tools: bool = True) -> None:
         super().__init__(model, emulate_tools=emulate_tools)
-        self._asked: tuple[Message, Tools] | None = None
+        self._asked: tuple[Message, Tools, list[int]] | None = None
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        self._asked = messages[-1], tools
-        return super().prompt(messages, tools)
+        ids = super().prompt(messages, tools)
+        self._asked = messages[-1], tools, ids
+        return ids
 
     def bridge(
         self,
@@ -58,13 +58,18 @@ class AskedRenderer(Renderer):
         *,
         prompt: Sequence[int] = (),
     ) -> Bridge | NoBridge:
-        self._asked = (new_messages or [reply])[-1], tools
-        return super().bridge(history, reply, completion_token_ids, new_messages, tools, prompt=prompt)
+        bridge = super().bridge(history, reply, completion_token_ids, new_messages, tools, prompt=prompt)
+        if isinstance(bridge, Bridge):
+            self._asked = (new_messages or [reply])[-1], tools, bridge.token_ids
+        return bridge
 
-    def take_asked(self) -> tuple[Message, Tools] | None:
-        """The last message and the tools of the latest request; None if it was raw text, or was taken before."""
+    def take_asked(self, prompt: Sequence[int]) -> tuple[Message, Tools] | None:
+        """The last message and the tools behind a prompt; None if it is not the one that was rendered last: it is raw
+        text, or was taken before."""
         asked, self._asked = self._asked, None
-        return asked
+        if asked is None or list(prompt[len(prompt) - len(asked[2]) :]) != asked[2]:
+            return None
+        return asked[:2]
 
 
 class Cut(NamedTuple):
@@ -93,10 +98,12 @@ class SimulatedModel:
         """By trajectory: a reply that did not fit."""
         self.endless: set[str] = set()
         """Trajectories that asked more than ``MOST_CALLS`` times."""
+        self.answered: dict[str, str] = {}
+        """By trajectory: the answer that was given, whole; none where calls alone were written."""
         self._renderer = renderer
         self._requests: Counter[str] = Counter()
         self._answer_of: dict[str, str] = {}
-        self._reasons = renderer.files.chat_template is not None and reasons(renderer)
+        self._writer = ReplyWriter(renderer) if renderer.files.chat_template is not None else None
 
     @property
     def context_length(self) -> int:
@@ -112,7 +119,9 @@ class SimulatedModel:
         raise EngineError("a simulated model has no weights")
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        asked = self._renderer.take_asked()  # before anything is awaited: the next request overwrites it
+        asked = self._renderer.take_asked(
+            request.prompt_token_ids
+        )  # before anything is awaited: the next request overwrites it
         await asyncio.sleep(0)  # a real engine always yields to the loop
         episode = request.trajectory_id
         self._requests[episode] += 1
@@ -124,11 +133,13 @@ class SimulatedModel:
         message, tools = self._message(asked, self._answer_of[episode], self._requests[episode])
         ids = self._ids(message, tools)
         room = request.sampling.max_tokens
+        calls = message.get("tool_calls") or ()
         if len(ids) > room:
-            calls = message.get("tool_calls") or ()
             what = f"a call of {calls[0]['function']['name']}" if calls else "an answer"
             full = len(request.prompt_token_ids) + room >= self.context_length
             self.cut[episode] = Cut(what, len(ids), room, full)
+        elif not calls:
+            self.answered[episode] = self._answer_of[episode]
         return Generation(
             token_ids=ids[:room],
             logprobs=[-1.0] * len(ids[:room]),
@@ -150,14 +161,14 @@ class SimulatedModel:
             self.calls[name] += 1
             arguments = json.dumps(example_arguments(functions[name]), ensure_ascii=False)
             message = {"role": "assistant", "content": "", "tool_calls": [tool_call(f"call_{number}", name, arguments)]}
-        if self._reasons:
+        if self._writer is not None and self._writer.reasons:
             message["reasoning"] = "I think about it."
         return message, tools
 
     def _ids(self, message: Message, tools: Tools | None) -> list[int]:
-        if tools is not None:
+        if tools is not None and self._writer is not None:
             try:
-                return sampled_reply(self._renderer, message, tools)
+                return self._writer.write(message, tools)
             except TemplateError:  # it cannot show such a reply; the findings about the model say so
                 pass
         return self._renderer.encode_reply(str(message.get("content") or FILLER), end=True)
@@ -167,8 +178,8 @@ class LoopWatch:
     """Notices when code of the user keeps the event loop from running anything else, and where. Use with ``with``
     inside a running loop.
 
-    A thread looks at the loop's stack when the loop has not ticked for a while. Time that the SDK or the machine takes
-    is not the user's and not counted.
+    A thread looks at the loop's stack when the loop has not ticked for a while. It counts if the user's code runs at
+    that moment; the seconds are those since the last tick, of which the SDK or a busy machine may have taken a part.
     """
 
     def __init__(self) -> None:

@@ -185,7 +185,7 @@ class Store:
 def _check_free(directory: Path) -> None:
     names = {entry.name for entry in directory.iterdir()}
     if database.DATABASE in names:
-        raise StoreError(f"{directory} holds a run already; continue it with resume=True or choose another run_dir")
+        raise StoreError(f"{directory} holds a run already; choose another run_dir (--run-dir)")
     foreign = sorted(names - {database.LOCK, database.DRAFT, database.DRAFT + "-journal"})
     if foreign:
         shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")

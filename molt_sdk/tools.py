@@ -120,10 +120,17 @@ def result_text(value: Any) -> str:
 
     A str is taken as it is, None is "", everything else is JSON (dataclasses, structs, pydantic models, arrays through
     ``tolist()``, dates and Decimals as strings; a top-level string without its quotes; sets sorted), and what has no
-    JSON form is ``str(value)``. Lone surrogates, which no tokenizer can encode, become U+FFFD.
+    JSON form is ``str(value)``, without the address that Python shows of an object: it differs from run to run. Bytes
+    are their UTF-8 text if they are that, else Base64, as they are inside of other values. Lone surrogates, which no
+    tokenizer can encode, become U+FFFD.
     """
     if value is None:
         return ""
+    if isinstance(value, bytes | bytearray):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            pass
     return _encodable(value if isinstance(value, str) else _json_text(value))
 
 
@@ -300,7 +307,7 @@ def _json_text(value: Any) -> str:
 
 def _str(value: Any) -> str:
     try:
-        return str(value)
+        return str(value).replace(f" at {id(value):#x}", "")
     except Exception as error:
         return f"<{type(value).__name__} whose str() raises {type(error).__name__}>"
 
@@ -311,4 +318,4 @@ def _plain(value: Any) -> Any:
         return dump(mode="json")
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
-    return str(value)
+    return _str(value)

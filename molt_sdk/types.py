@@ -1,6 +1,6 @@
 """The records: what a user's agent asked, what the model sampled, what it was worth.
 
-All are frozen. While a policy runs, a private recorder (graph.py) is mutable; the records are built when its rewards
+All are frozen. While a policy runs, a private recorder (recorder.py) is mutable; the records are built when its rewards
 are in. Token ids are int32, logprobs float32 (natural log, after temperature), kept as bytes and given out as lists.
 """
 
@@ -59,11 +59,16 @@ Status = Literal[
     "timeout",
     "cancelled",
 ]
+"""How a trajectory ended, as README.md explains. ``cancelled`` is set aside: an interrupted one is not recorded."""
 FinishReason = Literal["stop", "length"]
 
 
 class Task(Struct, frozen=True):
-    """One question for an agent. ``prompt`` is text or a list of messages; ``id`` defaults to a hash of the content."""
+    """One question for an agent. ``prompt`` is text or a list of messages; ``id`` defaults to a hash of the content.
+
+    A dict row becomes a Task with its keys ``prompt``, ``answer``, ``id`` and ``metadata``; every other key is put into
+    ``metadata``: ``{"prompt": ..., "level": 3}`` is read as ``task.metadata["level"]``.
+    """
 
     prompt: str | list[Message] = ""
     answer: Any = None
@@ -156,7 +161,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             need(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2] (0 switches it off)")
         need(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "in [0.01, 100] (1 switches it off)")
         need(self.max_tokens >= 1, "max_tokens", ">= 1")
-        need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        texts = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
+        need(texts, "stop", "non-empty strings")
         need(self.seed is None or _is_number(self.seed, int), "seed", "an integer or None")
 
 
@@ -218,6 +224,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     logprobs_f32: bytes
     version_spans: tuple[Span, ...]
     reward: float | None = None
+    """What ``reply.reward`` gave this call; see :meth:`Trajectory.agent_reward`."""
     seconds: float = 0.0
     follows: int | None = None
     """Of a root: the turn whose conversation it goes on with, although its tokens could not be extended."""
@@ -348,7 +355,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts, unweighted; metrics (weight 0) included."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards that forks gave themselves with ``model.reward``."""
+    """Rewards that forks gave themselves with ``model.reward``, by the name of the fork."""
     output: Any = None
     """What the policy returned, where rewards come from elsewhere."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -406,8 +413,9 @@ class Trajectory(Struct, frozen=True, kw_only=True):
         return self.reward is not None and self.status in ("ok", "truncated", "agent_error")
 
     def agent_reward(self, agent: str) -> float | None:
-        """What the tokens of ``agent`` are trained on: its own reward if it has one, else the trajectory's, plus the
-        rewards of its turns."""
+        """What all tokens of ``agent`` are trained on: its own reward if it has one, else the trajectory's, plus the
+        rewards of all its turns, whichever branch they are on. The advantage compares it with that of the same agent in
+        the sibling trajectories. None where there is neither."""
         base = self.agent_rewards.get(agent, self.reward)
         if base is None:
             return None

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -50,6 +51,30 @@ def test_readme_names_both_commands_and_make_has_them() -> None:
     for target in ("quickstart", "test"):
         assert re.search(rf"^make {target}\b", README, re.MULTILINE)
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_programs_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, with scripted replies in place of a model and no optimizer behind ``fit``."""
+    monkeypatch.chdir(tmp_path)
+    path = pocket_model(tmp_path / "model")
+    kinds: list[str] = []
+
+    def fit(*arguments: Any, **given: Any) -> None:
+        engine = ScriptedEngine(path, lambda prompt, sampling: "4")
+        settings = {"model", "steps", "learning_rate", "max_staleness"}
+        assert {"model", "steps"} <= given.keys()
+        agent = {name: value for name, value in given.items() if name not in settings}
+        for group in molt.rollout(*arguments, engine=engine, limit=2, **agent):
+            for trajectory in group.trajectories:
+                assert trajectory.status == "ok", trajectory.error
+                assert trajectory.reward is not None
+                kinds.append(trajectory.policy)
+
+    monkeypatch.setattr(molt, "fit", fit)
+    names: dict[str, Any] = {"__name__": "readme"}
+    for program in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
+        exec(compile(program, "README.md", "exec"), names)
+    assert kinds == ["solver", "solver", "built_in_loop", "built_in_loop", "solver", "adder", "built_in_loop"]
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:

@@ -53,6 +53,7 @@ class ScriptedEngine:
         self._context_length = context_length or self.renderer.context_length
         self._function: Callable[[list[int], SamplingParams], ScriptedReply] | None = None
         self._iterator: Iterator[ScriptedReply] = iter(())
+        self._given = 0
         if callable(replies):
             self._function = replies
         else:
@@ -98,9 +99,10 @@ class ScriptedEngine:
                 reply = next(self._iterator)
             except StopIteration:
                 raise EngineError(
-                    f"ScriptedEngine: the script has {len(self.requests) - 1} replies and request "
-                    f"{len(self.requests)} arrived; give more replies or a function"
+                    f"ScriptedEngine: the script has {self._given} replies, and one more was asked for; give more "
+                    "replies or a function"
                 ) from None
+            self._given += 1
         if isinstance(reply, Script):
             return reply
         return Script(text=reply) if isinstance(reply, str) else Script(token_ids=list(reply))

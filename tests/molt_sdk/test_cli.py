@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 import molt_sdk as molt
 from molt_sdk.cli import main, read_config
 from molt_sdk.fit_config import FitConfig
 from molt_sdk.load import load_agent
+from molt_sdk.show import show_run
 from molt_sdk.testing import ScriptedEngine
 
 AGENT = """
@@ -98,13 +103,154 @@ def test_a_config_file_sets_the_flags_and_unknown_keys_name_the_nearest(tmp_path
 
 
 def test_an_agent_file_must_say_which_policy(agent: str) -> None:
-    policy, environment = load_agent(agent)
-    assert policy.__name__ == "talk"
-    assert environment.__name__ == "Echo"
+    file = load_agent(agent)
+    assert (file.first.__name__, file.second.__name__) == ("talk", "Echo")
+    assert (file.tasks, file.rewards, file.tools) == (None, (), ())
     Path(agent).write_text(AGENT + "\n@molt.policy\nasync def other(env, model): ...\n")
     with pytest.raises(molt.ConfigError, match="talk, other"):
         load_agent(agent)
-    assert load_agent(agent, "other")[0].__name__ == "other"
+    assert load_agent(agent, "other").policy.__name__ == "other"
+
+
+ROWS = """
+import molt_sdk as molt
+tasks = [{"prompt": "What is 2 + 2?", "answer": "4"}, {"prompt": "What is 3 + 3?", "answer": "6"}]
+"""
+POLICY = """
+@molt.policy
+async def solver(task: molt.Task, model: molt.Model) -> float:
+    return float((await model.chat(task.prompt)).text == task.answer)
+"""
+LOOP = """
+def correct(task, trajectory):
+    return trajectory.text == task.answer
+
+def add(a: int, b: int) -> int:
+    \"\"\"Add.\"\"\"
+    return a + b
+
+rewards = [correct]
+tools = [add]
+"""
+SPLITS = """
+import molt_sdk as molt
+def tasks(split, seed):
+    return [{"prompt": f"{split} {seed}", "answer": "4"}]
+"""
+FAILS = """
+@molt.policy
+async def solver(task: molt.Task, model: molt.Model) -> float:
+    await model.chat(task.prompt)
+    raise ValueError("no idea")
+"""
+
+
+@pytest.fixture
+def scripted(pocket: str, monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
+    """The engine that ``molt-sdk eval`` and ``rollout`` use in place of the model."""
+    engine = ScriptedEngine(pocket, lambda prompt, sampling: "4")
+
+    def rollout(*arguments: Any, torch_engine: Any, **keywords: Any) -> Any:
+        return molt.rollout(*arguments, engine=engine, **keywords)
+
+    monkeypatch.setattr("molt_sdk.cli.rollout", rollout)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("source", "reward"), [(ROWS + POLICY, "0.5"), (ROWS + LOOP, "0.5"), (SPLITS + POLICY, "1"), (SPLITS + LOOP, "1")]
+)
+def test_an_agent_file_may_hold_tasks_and_rewards(
+    source: str, reward: str, tmp_path: Path, pocket: str, scripted: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(source)
+    main(["eval", str(path), "--model", pocket, "--seed", "7"])
+    shown = capsys.readouterr().out
+    assert [line.split() for line in shown.splitlines() if line.split()[:1] == ["reward"]] == [["reward", reward]]
+    assert "with --run-dir DIR, `molt-sdk show DIR ID` prints one" in shown
+    prompts = [bytes(i for i in request.prompt_token_ids if i < 256).decode() for request in scripted.requests]
+    assert all(("eval 7" in prompt) == (source.startswith(SPLITS)) for prompt in prompts)
+    assert all(('"add"' in prompt or "add(" in prompt) == (LOOP in source) for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\n", "neither a @molt.policy function nor a @molt.environment class nor tasks = [...]"),
+        ("import molt_sdk\n\ndef f(:\n", "agent.py, line 3: "),
+        ("import molt_sdk\nimport no_such_module\n", "agent.py, line 2: ModuleNotFoundError: No module named 'no_su"),
+        ("def f():\n    return 1 / 0\n\nf()\n", "agent.py, line 2: ZeroDivisionError: division by zero"),
+        (ROWS + "@molt.policy\ndef solver(task, model): ...\n", "solver"),
+    ],
+)
+def test_a_broken_agent_file_is_one_line_with_its_place(
+    source: str, words: str, tmp_path: Path, pocket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(source)
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", str(path), "--model", pocket])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_held_out_tasks_need_a_function_of_the_split(
+    tmp_path: Path, pocket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(ROWS + POLICY)
+    with pytest.raises(SystemExit):
+        main(["fit", str(path), "--model", pocket, "--steps", "1", "--eval-limit", "1"])
+    assert "--eval-limit needs tasks(split, seed)" in capsys.readouterr().err
+
+
+def test_an_evaluation_where_everything_fails_says_why_and_exits_with_1(
+    tmp_path: Path, pocket: str, scripted: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(ROWS + FAILS)
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", str(path), "--model", pocket])
+    assert stop.value.code == 1
+    assert "every trajectory failed" in capsys.readouterr().err
+    path.write_text(ROWS + FAILS.replace("raise", "assert task.answer == '4'; return 1.0; raise"))
+    main(["eval", str(path), "--model", pocket])  # one of two
+    assert len(scripted.requests) == 4
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "molt_sdk", "eval", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def metrics_shown(run: molt.Run) -> list[str]:
+    out = io.StringIO()
+    show_run(run, Console(file=out, width=80), [])
+    return out.getvalue().splitlines()
+
+
+def test_metrics_are_shown_whole_in_80_columns_and_only_if_there_are_some(
+    pocket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    molt.rollout(tasks=[{"prompt": "q"}], engine=ScriptedEngine(pocket, ["a"]), run_dir=tmp_path / "run")
+    run = molt.open_run(tmp_path / "run")
+    assert metrics_shown(run)[1] == "trajectories: 1 ok"
+    row = {"step": 100, "reward": 0.12345, "loss": -1.2345e-05, "grad_norm": 0.12345, "tokens": 123456, "seconds": 12.3}
+    row |= {"staleness": 1, "failures": 100}
+    monkeypatch.setattr(molt.Run, "metrics", [row])
+    assert metrics_shown(run)[1].split() == [*row]
+    monkeypatch.setattr(molt.Run, "metrics", [row, {"step": 100, "eval/reward": 0.12345}])
+    names, numbers, evaluation = metrics_shown(run)[1:4]
+    assert names.split() == [*row, "eval/reward"]
+    assert numbers.split() == ["100", "0.1235", "-1.234e-05", "0.1235", "123456", "12.3", "1", "100", "-"]
+    assert evaluation.split() == ["100", *"-" * 7, "0.1235"]
 
 
 def test_show_prints_hostile_text_as_text(pocket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from rich.console import Console
 
 import molt_sdk as molt
-from molt_sdk.show import show_trajectory
+from molt_sdk.show import OWN_CODE, show_trajectory
 from molt_sdk.testing import ScriptedEngine
 
 Q = len("^user\nq$\n^assistant\n")  # tokens of a first prompt: one per byte and control token
@@ -39,7 +40,7 @@ def test_a_chain_is_one_segment(pocket: str) -> None:
     assert (segment.trained_tokens, segment.context_tokens, segment.abandoned_tokens) == (4, Q + MORE, 0)
     assert (segment.shared_turn, segment.shared_tokens) == (None, 0)
     assert str(explanation).splitlines() == [
-        f"turns 0-1 (main): 4 tokens trained, {Q + MORE} context, 1 row",
+        f"turns 0-1 (main): 4 tokens trained, {Q + MORE} stored as context, 1 row",
         "  turn 0 starts a new segment: first call",
     ]
 
@@ -69,6 +70,42 @@ def test_branches_say_why(pocket: str) -> None:
     )
     assert str(segment).startswith("turns 0-8 (main, critic, judge): 10 tokens trained, ")
     assert ", 4 abandoned, 3 rows\n" in str(segment)
+
+
+def test_a_branch_that_an_edit_caused_shows_the_edit(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        first = await model.chat("q")
+        second = await model.chat([*first.messages, user("x")])
+        edited = [*first.messages, user("x"), {"role": "assistant", "content": second.text.strip()}]
+        await model.chat([*edited, user("y")])
+        await model.chat([*edited, user("z")])
+        await model.chat([*first.messages, user("z")])
+
+    (segment,) = recorded(pocket, policy, "a", "b ", "c", "d", "e").explain().segments
+    assert segment.events[1:] == (
+        "turns 2-3 branch from turn 0: message 3 (assistant) changed at character 1: 'b ' became 'b', so turn 1 is not "
+        "continued",
+        "turn 4 branches from turn 0: other messages follow than in turn 1",
+    )
+
+
+def test_what_all_prompts_of_a_template_share_is_not_worth_a_line(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        await model.chat("q")
+        await model.chat([{"role": "system", "content": "s"}, user("q")])
+        await model.complete([7, 8])
+        await model.complete([7, 8])
+        await model.complete([7, 9])
+
+    segments = recorded(pocket, policy, *"abcde").explain().segments
+    assert [(segment.shared_turn, segment.shared_tokens) for segment in segments[1:]] == [
+        (0, 1),
+        (None, 0),
+        (2, 2),
+        (2, 1),
+    ]
+    assert [len(segment.events) for segment in segments] == [1, 1, 1, 2, 1]
+    assert segments[3].events[1] == "all 2 prompt tokens are those of turn 2, stored once"
 
 
 def test_best_of_n_at_the_first_call_shares_its_prompt(pocket: str) -> None:
@@ -123,6 +160,54 @@ def test_a_trajectory_without_turns_is_explained() -> None:
     assert (explanation.segments, str(explanation)) == ((), "the model was never called")
 
 
+def shown(trajectory: molt.Trajectory) -> str:
+    out = io.StringIO()
+    show_trajectory(trajectory, Console(file=out, width=300))
+    return out.getvalue()
+
+
+def test_show_prints_the_rewards_of_agents_and_replies(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        (await model.chat("q")).reward(0.25)
+        critic = model.fork("critic")
+        await critic.chat("q2")
+        critic.reward(-0.5)
+        return 1.0
+
+    lines = shown(recorded(pocket, policy, "a", "b")).splitlines()
+    assert lines[0].endswith("ok  reward 1")
+    assert lines[1] == "  agent critic: reward -0.5"
+    assert [", reward 0.25)" in line for line in lines if line.startswith("── turn")] == [True, False]
+
+
+def test_show_leaves_frames_of_the_sdk_out_of_tracebacks(pocket: str) -> None:
+    def divide(x: int) -> int:
+        """Divide."""
+        return 1 // x
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        call = molt.ToolCall(id="1", type="function", function={"name": "divide", "arguments": '{"x": 0}'})
+        await model.call_tool(call, [divide])
+        async with anyio.create_task_group():
+            await model.chat("q", temperature="hot")
+
+    engine = ScriptedEngine(pocket, [])
+    ((trajectory,),) = molt.rollout(policy, [{"prompt": "q"}], engine=engine)
+    (execution,) = trajectory.tool_executions
+    for recorded_error in (execution.error, trajectory.error):
+        assert recorded_error is not None
+        assert str(OWN_CODE) in recorded_error
+    lines = [line.strip(" |") for line in shown(trajectory).splitlines()]
+    lines = lines[next(i for i, line in enumerate(lines) if line.startswith("tool divide: ")) :]
+    assert not [line for line in lines if str(OWN_CODE) in line]
+    assert [line for line in lines if line.startswith("File") and __file__ in line and line.endswith(", in divide")]
+    assert "return 1 // x" in lines
+    assert "ZeroDivisionError: integer division or modulo by zero" in lines
+    assert 'await model.chat("q", temperature="hot")' in lines
+    assert [line for line in lines if line.startswith("molt_sdk.errors.RequestError: ")]
+    assert not [line for line in lines if line.startswith(("raise RequestError(", "params = ", "return await"))]
+
+
 @pytest.mark.parametrize("remarks", [(), ("call 1: arguments were \x1b[31ma JSON string", "renamed id 0 to call_0")])
 def test_show_prints_remarks_and_the_explanation(pocket: str, remarks: tuple[str, ...]) -> None:
     async def policy(task: molt.Task, model: molt.Model) -> None:
@@ -136,7 +221,7 @@ def test_show_prints_remarks_and_the_explanation(pocket: str, remarks: tuple[str
     at = lines.index("assistant: a")
     assert lines[at + 1 : -3] == [f"  {remark}".replace("\x1b", "\\x1b") for remark in remarks]
     assert lines[-3:] == [
-        f"turn 0 (main): 2 tokens trained, {Q} context, 1 row",
+        f"turn 0 (main): 2 tokens trained, {Q} stored as context, 1 row",
         "  turn 0 starts a new segment: first call",
-        f"2 trained tokens, {Q} context tokens; exact",
+        f"2 trained tokens, {Q} context tokens in rows; exact",
     ]

@@ -460,6 +460,14 @@ def test_fit_leaves_the_programs_excepthook_alone(pocket: str, tmp_path: Path) -
     assert sys.excepthook is before
 
 
+def test_a_script_that_ran_out_is_one_line(pocket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(molt.RunFailedError):
+        fit(pocket, tmp_path / "run", engine=ScriptedEngine(pocket, ["a"]), steps=9)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("first ")]
+    assert len(lines) == 1
+    assert "the script has 1 replies, and one more was asked for" in lines[0]
+
+
 def test_rewards_of_forks_alone_are_no_reward_of_the_trajectory(pocket: str, tmp_path: Path) -> None:
     @molt.policy
     async def debate(task: molt.Task, model: molt.Model):  # type: ignore[no-untyped-def]
@@ -472,6 +480,16 @@ def test_rewards_of_forks_alone_are_no_reward_of_the_trajectory(pocket: str, tmp
 
 
 def test_a_mistyped_keyword_suggests_the_right_one(pocket: str, tmp_path: Path) -> None:
+    for wrong, hint in (
+        ({"lr": 1.0}, r"'lr'; did you mean learning_rate=\?"),
+        ({"max_tokens": 1}, r"write sampling=SamplingParams\(max_tokens=\.\.\.\)"),
+        ({"checkpoint_every": 1}, r"write config=FitConfig\(checkpoint_every=\.\.\.\)"),
+        ({"sampling_from": "config"}, r"write config=FitConfig\(rollout=RolloutConfig\(sampling_from=\.\.\.\)\)"),
+    ):
+        with pytest.raises(molt.ConfigError, match=rf"fit\(\).*{hint}"):
+            fit(pocket, tmp_path / "run", **wrong)
+    with pytest.raises(molt.ConfigError, match=r"write config=RolloutConfig\(sampling_from=\.\.\.\)"):
+        molt.evaluate(even, sampling_from="config")  # type: ignore[call-arg]
     with pytest.raises(molt.ConfigError, match=r"fit\(\).*'step'; did you mean steps=\?"):
         fit(pocket, tmp_path / "run", step=3)
 

@@ -389,3 +389,13 @@ def test_results_that_follow_checked_ones_are_matched_with_them(order: list[str]
     whole: Any = [USER, THREE, *(result(id, id) for id in order)]
     checked = normalize(whole[: 2 + known], "here")
     assert match_results([*checked, *whole[2 + known :]], "here", first=len(checked)) == normalize(whole, "here")
+
+
+def test_a_reply_in_place_of_its_message_is_refused_with_advice() -> None:
+    class Reply:
+        message: Any = {"role": "assistant", "content": "a"}  # noqa: RUF012
+
+    with pytest.raises(RequestError, match=r"here: message 1 is .*; append reply\.message"):
+        normalize([USER, Reply()], "here")  # type: ignore[list-item]
+    with pytest.raises(RequestError, match=r"message 0 is 3; a message is a dict with a role and a content$"):
+        normalize([3], "here")  # type: ignore[list-item]

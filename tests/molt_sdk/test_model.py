@@ -214,6 +214,7 @@ async def test_seeds_differ_between_calls_and_siblings_and_repeat_between_runs(p
         ({"top_p": 0}, "top_p=0"),
         ({"stop": [""]}, "stop="),
         ({"stop": [3]}, "stop="),
+        ({"stop": 5}, "stop=5 is not valid; stop must be non-empty strings"),
         ({"seed": "a"}, "seed='a'"),
     ],
 )
@@ -660,7 +661,7 @@ async def test_credit_for_calls_forks_and_the_policy(pocket: str) -> None:
             model.reward(1, turn=2)
         with pytest.raises(molt.RewardError, match=r"reply\.reward on turn 0 gave 'x'"):
             first.reward("x")
-        with pytest.raises(molt.RewardError, match=r"model\.log\(bad=...\)"):
+        with pytest.raises(molt.RewardError, match=r"model\.log\(bad=...\).*; a metric is one finite number"):
             model.log(bad="x")
 
     trajectory = await inside(pocket, policy, "a", "b")
@@ -671,6 +672,33 @@ async def test_credit_for_calls_forks_and_the_policy(pocket: str) -> None:
     assert trajectory.agent_reward("critic") == 1.5
     assert trajectory.metrics == {"length": 3.0, "ok": 1.0}
     assert trajectory.agents == ["main", "critic"]
+
+
+async def test_forks_that_share_a_name_cannot_have_different_rewards(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        first, second = model.fork("worker"), model.fork("worker")
+        first.reward(2)
+        first.reward(1)  # its own: the last one counts
+        with pytest.raises(molt.RewardError, match=r"'worker' has the reward 1, this one would get 2; .*worker\{i\}"):
+            second.reward(2)
+        second.reward(1.0)  # nothing is lost
+        model.fork("other").reward(2)
+        return 0.0
+
+    trajectory = await inside(pocket, policy)
+    assert trajectory.agent_rewards == {"worker": 1.0, "other": 2.0}
+
+
+async def test_a_reward_of_a_reply_counts_for_all_that_its_agent_said(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        worker = model.fork("worker")
+        for value in (1, 2):  # two roots
+            (await worker.chat(str(value))).reward(value)
+        return 4.0
+
+    trajectory = await inside(pocket, policy, "a", "b")
+    assert trajectory.agent_reward("worker") == 7.0
+    assert trajectory.agent_reward("main") == 4.0
 
 
 async def test_a_fork_may_not_take_the_name_of_the_policy(pocket: str) -> None:

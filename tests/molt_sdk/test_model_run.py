@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import UserList
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import molt_sdk as molt
+from molt_sdk import graph, messages
 from molt_sdk.testing import Script, ScriptedEngine, pocket_model
 
 pytestmark = pytest.mark.anyio
@@ -231,6 +233,19 @@ async def test_a_failure_of_the_engine_inside_a_tool_is_never_text_for_the_model
     trajectory = await run(policy, ScriptedEngine(pocket, [call("judge") * 2, "sorry"]))
     assert trajectory.status == status
     assert words in str(trajectory.error)
+    assert len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+async def test_a_second_system_message_is_refused(pocket: str, role: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        messages: list[molt.Message] = [{"role": role, "content": "be short"}, {"role": "user", "content": "q"}]
+        with pytest.raises(molt.RequestError, match=r"system=.* already; give one of the two"):
+            await model.run(messages, system="be long")
+        reply = await model.run(messages[1:], system="be long")
+        assert [message["role"] for message in reply.messages] == ["system", "user", "assistant"]
+
+    trajectory = await ran(pocket, policy, "a")
     assert len(trajectory.turns) == 1
 
 
@@ -462,6 +477,10 @@ async def test_a_result_of_an_answered_call_is_as_ambiguous_the_second_time(pock
 THOUGHT = "<think>hm</think>Let me see. " + call("add", '{"a": 1,  "b": 2}') + call("add", '{"a": 3, "b": 4}')
 
 
+def incomplete(message: int) -> str:
+    return f"message {message} was echoed incompletely and is as it was sampled"
+
+
 def without_reasoning(message: Any) -> None:
     del message["reasoning"]
 
@@ -554,8 +573,144 @@ async def test_f43_a_reply_that_is_echoed_incompletely_stays_as_it_was_sampled(
     trajectory = await ran(pocket, policy, THOUGHT, "10", "bye")
     assert lineage(trajectory) == [(None, "first call"), (0, ""), (1, "")]
     assert trained(pocket, trajectory) == [f"{THOUGHT}<|im_end|>10<|im_end|>bye"]
-    assert trajectory.turns[1].remarks == ("message 1 was echoed incompletely and is as it was sampled",)
+    assert [turn.remarks for turn in trajectory.turns] == [(), (incomplete(1),), ()]  # later turns need not repeat it
     assert trajectory.turns[1].messages[1] == trajectory.turns[0].message
+    assert trajectory.turns[1].messages[2].get("tool_call_id") == f"call_0_{kept}"
+
+
+def whole(message: Any) -> list[Any]:
+    return [message]
+
+
+def plain(message: Any) -> list[Any]:
+    """Without reasoning and ids; arguments as data."""
+    del message["reasoning"]
+    arguments_as_data(message)
+    for asked in message["tool_calls"]:
+        del asked["id"]
+    return [{**message, "index": 0}]
+
+
+def one_call(message: Any) -> list[Any]:
+    del message["tool_calls"][0]
+    return [message]
+
+
+def one_call_of_another_id(message: Any) -> list[Any]:
+    message["tool_calls"][1]["id"] = "mine"
+    return one_call(message)
+
+
+def split(message: Any) -> list[Any]:
+    """The second message lacks the ids as well, so that they are made of positions."""
+    (calls,) = plain({**message, "content": None})
+    return [{"role": "assistant", "content": message["content"]}, calls]
+
+
+def two_texts(message: Any) -> list[Any]:
+    return [{**message, "content": UserList([{"type": "text", "text": message["content"]}])}]
+
+
+@pytest.mark.parametrize("echo", [whole, plain, one_call, one_call_of_another_id, split, two_texts])
+async def test_f43_a_client_that_echoes_in_its_own_way_costs_the_same_in_each_turn(
+    pocket: str, echo: Callable[[Any], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F43: its echoes are read once, and what is restored of them is restored and remarked upon once."""
+    read: list[Any] = []
+    monkeypatch.setattr(graph, "normalize_one", lambda *args: read.append(args) or messages.normalize_one(*args))
+    hashed: list[Any] = []
+    canonical = graph.canonical
+    monkeypatch.setattr(graph, "canonical", lambda message: hashed.append(message) or canonical(message))
+    costs: list[tuple[int, int]] = []
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        history: list[Any] = [QUESTION]
+        for _ in range(7):
+            read.clear()
+            hashed.clear()
+            reply = await model.chat(history, tools=[add])
+            costs.append((len(read), len(hashed)))
+            echoes = echo(reply.message)
+            asked = echoes[-1]["tool_calls"]
+            history += [*echoes, *[{**result("3", call.get("id", "")), "name": "add"} for call in asked]]
+
+    trajectory = await ran(pocket, policy, *[THOUGHT] * 7)
+    assert [turn.parent for turn in trajectory.turns] == [None, *range(6)]
+    assert costs[3:] == [costs[2]] * 4
+    restores = echo in (one_call, one_call_of_another_id, split)
+    assert trajectory.turns[0].remarks == ()
+    start = 1
+    for turn, parent in zip(trajectory.turns[1:], trajectory.turns, strict=False):
+        assert turn.remarks == ((incomplete(start),) if restores else ())
+        ids = [call["id"] for call in parent.message["tool_calls"]]
+        answered = [message.get("tool_call_id") for message in turn.new_messages if message["role"] == "tool"]
+        assert answered == ids[-len(answered) :]
+        start += 1 + len(answered)
+
+
+async def test_f43_an_incomplete_echo_is_of_the_reply_that_has_its_calls(pocket: str) -> None:
+    """F43: of several replies to one prompt; where two have the calls, the ids tell, else it is the newest."""
+    calls = [call("add", f'{{"a": {i}, "b": 0}}') for i in range(4)]
+    replies = [calls[0] + calls[1], calls[2] + calls[3], calls[0] + calls[3]]
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        asked = [await model.chat("q", tools=[add]) for _ in replies]
+        for reply, kept in [(asked[0], 1), (asked[1], 0), (asked[0], 0), (asked[2], 0)]:
+            echo = reply.message
+            echo["tool_calls"] = [echo["tool_calls"][kept]]
+            await model.chat([QUESTION, echo, result("3", echo["tool_calls"][0]["id"])], tools=[add])
+        unknown = {**asked[0].message, "tool_calls": [{**asked[0].tool_calls[0], "id": "mine"}]}
+        await model.chat([QUESTION, unknown, result("3", "mine")], tools=[add])
+
+    trajectory = await ran(pocket, policy, *replies, *"abcde")
+    assert [turn.parent for turn in trajectory.turns] == [None, None, None, 0, 1, 0, 2, 2]
+    assert {turn.remarks for turn in trajectory.turns[3:]} == {(incomplete(1),)}
+
+
+async def test_f43_only_what_was_sampled_is_restored(pocket: str) -> None:
+    """F43: not a message that the agent wrote itself, and not for a fork that does not see the reply."""
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        fork = model.fork()
+        await model.chat([QUESTION, asks("c1", "c2"), result("one", "c1"), QUESTION])
+        reply = await model.chat([QUESTION, asks("c1"), result("one", "c1"), QUESTION])
+        assert reply.messages[1] == asks("c1")
+        asked = await model.chat("add", tools=[add])
+        echo = asked.message
+        del echo["tool_calls"][1]
+        echoed: list[Any] = [{"role": "user", "content": "add"}, echo, result("3", "call_2_0")]
+        restored = await model.chat(echoed, tools=[add])
+        echoed += [restored.message, QUESTION]
+        restored = await model.chat(echoed, tools=[add])
+        assert restored.messages[1] == asked.message
+        kept = await fork.chat(echoed, tools=[add])
+        assert kept.messages[1] == echo
+
+    trajectory = await ran(pocket, policy, "a", "b", ADD + ADD, *"cde")
+    assert [turn.parent for turn in trajectory.turns] == [None, None, None, 2, 3, None]
+    assert trajectory.turns[5].fork_reason == "first call"
+
+
+async def test_f43_messages_are_numbered_as_the_client_sent_them(pocket: str) -> None:
+    """F43: also behind a reply that came back as two; ids of calls without one are made of these numbers."""
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        asked = await model.chat("q", tools=[add])
+        history = [QUESTION, *split(asked.message), result("3"), result("7")]
+        for message in history[-2:]:
+            message["name"] = "add"
+        asked = await model.chat(history, tools=[add])
+        echo: Any = asked.message
+        del echo["tool_calls"][0]["id"]
+        history += [echo, result("3")]
+        reply = await model.chat(history, tools=[add])
+        history += [reply.message, QUESTION]
+        await model.chat(history, tools=[add])
+        with pytest.raises(molt.RequestError, match=r"message 9 is a tool result, but no assistant message"):
+            await model.chat([*history, result("3")], tools=[add])
+
+    trajectory = await ran(pocket, policy, THOUGHT, ADD, "3", "bye")
+    assert [turn.parent for turn in trajectory.turns] == [None, 0, 1, 2]
 
 
 def dropped_all_calls(message: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import UserDict, UserList
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +367,171 @@ async def test_cosmetic_changes_of_an_echo_continue_the_turn(pocket: str) -> Non
     assert trajectory.turns[1].parent == 0
 
 
+def few_shot(arguments: Any) -> list[Any]:
+    asked = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "tool", "content": "ok", "tool_call_id": "c"}
+    return [user("q"), {"role": "assistant", "content": "", "tool_calls": [asked]}, answer, user("next")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"x": 1}, {"x": True}),
+        ({"x": 1}, {"x": 1.0}),
+        ({"x": [0.0]}, {"x": [-0.0]}),
+        ({1: "a"}, {True: "a"}),
+        (UserDict(x=1), UserDict(x=True)),
+    ],
+)
+async def test_what_is_equal_in_python_and_reads_otherwise_is_a_change(pocket: str, before: Any, after: Any) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        first = await model.chat(few_shot(before))
+        await model.chat([*few_shot(before), first.message, user("more")])
+        await model.chat([*few_shot(after), first.message, user("more")])
+
+    before, after = [dict(data) if type(data) is UserDict else data for data in (before, after)]
+    trajectory = await recorded(pocket, policy, "a", "b", "c")
+    changed = "message 1 (assistant) has other tool calls or another tool_call_id"
+    assert lineage(trajectory)[1:] == [(0, ""), (None, f"differs from turn 1: {changed}")]
+
+
+def edit_mapping(message: Any) -> None:
+    message["content"] = "Q"
+
+
+def edit_parts(message: Any) -> None:
+    message["content"][0]["text"] = "Q"
+
+
+def edit_list(message: Any) -> None:
+    message["content"][:] = [{"type": "text", "text": "Q"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "edit"),
+    [
+        (UserDict(role="user", content="q"), edit_mapping),
+        ({"role": "user", "content": [UserDict(type="text", text="q")]}, edit_parts),
+        ({"role": "user", "content": UserList([{"type": "text", "text": "q"}])}, edit_list),
+    ],
+)
+async def test_an_edit_in_place_is_a_change_whatever_the_messages_are_made_of(
+    pocket: str, message: Any, edit: Callable[[Any], None]
+) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        first = await model.chat([message, user("z")])
+        edit(message)
+        await model.chat([message, user("z"), first.message, user("more")])
+
+    trajectory = await recorded(pocket, policy, "a", "b")
+    changed = "message 0 (user) changed at character 0: 'q' became 'Q'"
+    assert lineage(trajectory)[1] == (None, f"differs from turn 0: {changed}")
+
+
+async def test_texts_are_shown_with_marks_where_they_are_cut(pocket: str) -> None:
+    old, new = "one two three four five six seven", "one two three FOUR five six seven eight nine"
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        await model.chat([user("q"), user(old)])
+        await model.chat([user("q"), user(new)])
+
+    trajectory = await recorded(pocket, policy, "a", "b")
+    assert trajectory.turns[1].fork_reason == (
+        "differs from turn 0: message 1 (user) changed at character 14: "
+        "…'e two three four five six seven' became …'e two three FOUR five six seven eigh'…"
+    )
+
+
+async def test_a_conversation_that_repeats_nothing_is_a_new_one(pocket: str) -> None:
+    """A prompt with another first message and the rest as it was is an edit; so is one that goes on to show a reply."""
+
+    def said(system: str, *texts: str) -> list[Any]:
+        return [{"role": "system", "content": system}, *map(user, texts)]
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        first = await model.chat(said("10:01", "q"))
+        await model.chat(said("You judge.", "Is it right?"))
+        await model.chat("q")
+        await model.chat(said("10:02", "q"))
+        await model.chat([user("Hint."), first.message, user("more")])
+        await model.fork("critic").chat([{"role": "developer", "content": "You criticise."}, user("q!")])
+
+    trajectory = await recorded(pocket, policy, "reply", *"bcdef")
+    assert [reason for _, reason in lineage(trajectory)] == [
+        "first call",
+        "a new conversation",
+        "a new conversation",
+        "differs from turn 0: message 0 (system) changed at character 4: '10:01' became '10:02'",
+        "differs from turn 0: message 0 changed its role from system to user",
+        "a new conversation",
+    ]
+
+
+async def test_of_replies_that_are_alike_the_one_with_the_same_tools_goes_on(pocket: str) -> None:
+    def f() -> None:
+        """Do."""
+
+    def g() -> None:
+        """Do."""
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        first = await model.chat("q", tools=[f])
+        await model.chat("q", tools=[g])
+        await model.chat([*first.messages, user("more")], tools=[f])
+        await model.chat("q", tools=[f])
+
+    trajectory = await recorded(pocket, policy, "same", "same", "b", "c")
+    assert lineage(trajectory) == [
+        (None, "first call"),
+        (None, "same messages as turn 0, with other tools"),
+        (0, ""),
+        (None, "same prompt as turn 0"),
+    ]
+
+
+async def test_an_edit_behind_a_reply_is_named(pocket: str) -> None:
+    """A loop that strips its replies branches from the last one that had nothing to strip."""
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        messages = [user("q")]
+        for _ in range(4):
+            reply = await model.chat(messages)
+            messages += [{"role": "assistant", "content": reply.text.strip()}, user("more")]
+
+    trajectory = await recorded(pocket, policy, "a", "b ", "c ", "d")
+    assert [turn.parent for turn in trajectory.turns] == [None, 0, 0, 0]
+    assert [turn.remarks for turn in trajectory.turns] == [
+        (),
+        (),
+        ("message 3 (assistant) changed at character 1: 'b ' became 'b', so turn 1 is not continued",),
+        ("message 5 (assistant) changed at character 1: 'c ' became 'c', so turn 2 is not continued",),
+    ]
+
+
+async def test_what_was_dropped_or_edited_before_a_reply_is_named_and_a_branch_is_not(pocket: str) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        first = await model.chat("q")
+        second = await model.chat([*first.messages, user("x"), user("y")])
+        start = first.messages
+        await model.chat([*start, user("x"), user("z")])  # other messages follow
+        again = await model.chat([*start, user("x"), user("y")])  # best of two
+        await model.chat([*again.messages, user("more")])
+        await model.chat([*second.messages, user("more")])
+        await model.chat([*start, user("x")])  # cut
+        await model.chat([*start, user("x"), user("y"), user("again")])  # without the reply
+        await model.chat([*start, user("x"), user("Y"), second.message, user("more")])
+        edited = [*start, user("x"), user("y"), {"role": "assistant", "content": "B"}, user("more")]
+        await model.fork().chat(edited)
+
+    trajectory = await recorded(pocket, policy, *"abcdefghij")
+    parents = [turn.parent for turn in trajectory.turns]
+    assert parents == [None, 0, 0, 0, 3, 1, 0, 0, 0, 0]
+    assert {turn.id: turn.remarks for turn in trajectory.turns if turn.remarks} == {
+        7: ("message 4 changed its role from assistant to user, so turn 5 is not continued",),
+        8: ("message 3 (user) changed at character 0: 'y' became 'Y', so turn 7 is not continued",),
+    }
+
+
 async def test_other_tools_are_a_new_root(pocket: str) -> None:
     def f() -> None:
         """Do."""
@@ -431,6 +598,23 @@ async def test_a_template_that_rewrites_history_loses_nothing_and_trains_nothing
     assert trained_text(path, second) == "<think>T2</think>A2<|im_end|>"
     prompt = shown(path, engine.requests[1].prompt_token_ids)
     assert (prompt.count("Q2"), prompt.count("FORTYTWO"), prompt.count("T1")) == (1, 1, 0)
+
+
+async def test_a_thought_that_the_client_left_out_is_dropped_all_the_same(tmp_path: Path) -> None:
+    """F2: the prompt so far shows it, however long ago it was, and the next one would not."""
+    path = pocket_model(tmp_path / "m", DROPS_THOUGHTS)
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        messages: list[Any] = [user("Q1")]
+        for _ in range(5):
+            reply = await model.chat(messages)
+            messages += [{"role": "assistant", "content": reply.text}, {"role": "tool", "content": "ok"}]
+        await model.chat([*messages, user("Q2")])
+
+    trajectory = await recorded(path, policy, "<think>hm</think>a", *"bcdef")
+    assert [turn.parent for turn in trajectory.turns] == [None, 0, 1, 2, 3, None]
+    reason = "cannot continue turn 4: the chat template dropped the reasoning of message 1"
+    assert trajectory.turns[5].fork_reason == reason
 
 
 async def test_a_tool_result_is_whole_after_a_long_thought(tmp_path: Path) -> None:

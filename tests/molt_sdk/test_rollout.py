@@ -8,10 +8,13 @@ import gc
 import sqlite3
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from loguru import logger
 
 import molt_sdk as molt
 from molt_sdk.testing import Script, ScriptedEngine
@@ -372,7 +375,7 @@ OUTCOMES: dict[str, tuple[Any, str, str]] = {
     "engine": (molt.EngineError("down"), "infra_error", "EngineError: down"),
     "engine in a task group": (lambda: in_a_group(molt.EngineError("down")), "infra_error", "EngineError: down"),
     "engine, wrapped": (lambda: wraps(molt.EngineError("down")), "infra_error", "EngineError: down"),
-    "unsupported": (molt.UnsupportedSamplingError("no seed"), "infra_error", "no seed"),
+    "engine's reply": (molt.EngineReplyError("no logprobs"), "infra_error", "EngineReplyError: no logprobs"),
     "context": (CONTEXT, "truncated", "ContextLengthError: too long"),
     "context in a task group": (lambda: in_a_group(CONTEXT), "truncated", "ContextLengthError: too long"),
     "context and a failure": (ExceptionGroup("g", [CONTEXT, UserError("mine")]), "agent_error", "UserError: mine"),
@@ -786,6 +789,48 @@ async def test_an_evaluation_averages_over_trajectories_not_over_turns(pocket: s
         "tool_errors": 0,
         "tokens": 10,
     }
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    seen: list[str] = []
+    sink = logger.add(lambda message: seen.append(message.record["message"]), level="WARNING")
+    yield seen
+    logger.remove(sink)
+
+
+async def test_the_first_failure_of_each_kind_is_logged(pocket: str, tmp_path: Path, warnings: list[str]) -> None:
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        await model.chat("q")
+        if task.prompt == "reject":
+            raise molt.Reject("no {braces}")
+        if task.prompt == "group":
+            raise ExceptionGroup("g", [UserError("mine")])
+        raise UserError(f"mine\x1b, {str(task.prompt)[:3]}")
+
+    rows = [{"prompt": prompt} for prompt in ("one 1", "one 2", "two", "reject", "group")]
+    evaluation = await molt.aevaluate(policy, rows, engine=constant(pocket), max_concurrent=1)
+    assert evaluation.failures == {"agent_error": 4, "rejected": 1}
+    expected = [
+        "first agent_error: UserError: mine\\x1b, one",
+        "first agent_error: UserError: mine\\x1b, two",
+        "first rejected: no {braces}",
+        "first agent_error: UserError: mine",
+    ]
+    assert [line.replace(f"{UserError.__module__}.", "") for line in warnings] == expected
+    warnings.clear()
+    (group,) = await molt.arollout(policy, rows[:1], engine=constant(pocket), run_dir=tmp_path / "run")
+    assert warnings[0].endswith(f"  (molt-sdk show {tmp_path / 'run'} {group.trajectories[0].id[:8]})")
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+async def test_a_forgotten_await_is_logged_once(pocket: str, warnings: list[str]) -> None:
+    async def forgetful(task: molt.Task, model: molt.Model) -> float:
+        model.chat("q")  # type: ignore[unused-coroutine]
+        return 1.0
+
+    await molt.arollout(forgetful, TASKS * 3, engine=constant(pocket))
+    assert warnings == ["first episode without a turn: forgetful never called the model; is an `await` missing?"]
 
 
 def test_the_blocking_functions_run_a_loop_of_their_own(pocket: str) -> None:

@@ -182,7 +182,7 @@ async def test_a_second_run_in_a_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.joinpath("run").mkdir()  # an empty directory is fine
     async with create(tmp_path / "run") as store:
         await store.add_trajectory(trajectory("a"))
-    with pytest.raises(StoreError, match="holds a run already; continue it with resume=True or choose another run_dir"):
+    with pytest.raises(StoreError, match="holds a run already; choose another run_dir"):
         create(tmp_path / "run")
     assert recorded(tmp_path / "run") == ["a"]
 

@@ -712,10 +712,28 @@ class Opaque:
         ({(1, 2): 3}, "{(1, 2): 3}"),
         ("\ud83d\ude00 \ud83d", "😀 �"),
         (["\ud83d"], '["�"]'),
+        (b"caf\xc3\xa9\n", "café\n"),
+        (bytearray(b"a"), "a"),
+        (b"\xff\x00", "/wA="),
+        ([b"a"], '["YQ=="]'),
     ],
 )
 def test_result_text(value: Any, text: str) -> None:
     assert result_text(value) == text
+
+
+def test_result_text_shows_no_address() -> None:
+    """It is another one in each run."""
+
+    class Plain:
+        def method(self) -> None: ...
+
+    def function() -> None: ...
+
+    here = "test_result_text_shows_no_address.<locals>"
+    assert result_text(Plain()) == f"<{__name__}.{here}.Plain object>"
+    assert result_text([Plain()]) == f'["<{__name__}.{here}.Plain object>"]'
+    assert result_text(function) == f"<function {here}.function>"
 
 
 def test_result_text_of_a_cycle() -> None:
