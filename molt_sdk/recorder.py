@@ -174,9 +174,7 @@ class Recorder:
             raise RequestError("model.complete: the prompt is empty; give text or token ids")
         return ids
 
-    def _plan(
-        self, scope: Scope, request: Request, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[Plan, tuple[str, ...]]:
+    def _plan(self, scope: Scope, request: Request, tools: Sequence[Mapping[str, Any]]) -> tuple[Plan, tuple[str, ...]]:
         """The turn to extend, if there is a candidate, and remarks on the request; nothing is rendered yet."""
         offered = [dict(tool) for tool in tools]
         node = self._lineage.candidate(request.keys, offered, scope.sees)

@@ -231,7 +231,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     parent_turn: Turn | None = None
     """The record of ``parent``; never stored twice."""
     remarks: tuple[str, ...] = ()
-    """What the SDK noticed about the reply, in words: tool calls that cannot be read, and what it read as what."""
+    """What the SDK noticed, in words: in the reply, tool calls that cannot be read, and what it read as what; in the
+    request, a reply that came back incomplete, and the edit for which the latest turn is not continued."""
     digest: bytes = b""
     """16 bytes over the parent's digest and all that is trained of this turn, taken when it was recorded; ``certify()``
     takes them again. b"" in a turn that was made by hand."""

@@ -174,11 +174,12 @@ class Shaper:
 
     def __call__(self, messages: Sequence[Message], tools: Tools, marker: str) -> tuple[Shown, list[dict[str, Any]]]:
         can = self.abilities
-        ids: dict[str, str] = {}  # of the latest calls, as they are shown
+        ids: dict[str, str] = {}  # of the latest calls, as they are shown; "" for calls that are written as text
         shown: Shown = []
         for message in map(_with_data, messages):
-            if calls := message.get("tool_calls"):
-                ids = {call["id"]: _call_id(call, i, can.call_ids) for i, call in enumerate(calls)}
+            if message["role"] == "assistant":
+                calls, as_text = message.get("tool_calls") or (), self._as_text(message)
+                ids = {c["id"]: "" if as_text else _call_id(c, i, can.call_ids) for i, c in enumerate(calls)}
             part = self._shown(message, ids, marker)
             if (
                 part["role"] == "user" != message["role"]
@@ -204,6 +205,10 @@ class Shaper:
             shown = _joined(shown)
         return (shown if can.text_content else in_parts(shown)), schemas
 
+    def _as_text(self, message: Mapping[str, Any]) -> bool:
+        """Whether the calls of a reply are written as text."""
+        return self._emulate or (len(message.get("tool_calls") or ()) > 1 and not self.abilities.parallel_calls)
+
     def content(self, message: Mapping[str, Any], marker: str) -> str:
         """A message's guarded text: what users and tools say may not even spell the tags that the template writes."""
         text = str(message.get("content") or "")
@@ -218,14 +223,15 @@ class Shaper:
         if role == "developer" and not can.developer:
             shown["role"] = "system"
         elif role == "tool":
-            free = "tool_call_id" not in message
+            call_id = message.get("tool_call_id", "")
+            free = not ids.get(call_id, call_id)
             if not (can.tool_role if self._emulate else can.free_results or not free):
                 return _message("user", f"<tool_response>\n{shown['content']}\n</tool_response>")
             if not (free or self._emulate):
-                shown["tool_call_id"] = guard(ids.get(message["tool_call_id"], message["tool_call_id"]), marker)
+                shown["tool_call_id"] = guard(ids.get(call_id, call_id), marker)
         elif role == "assistant":
             calls = message.get("tool_calls") or ()
-            if calls and (self._emulate or (len(calls) > 1 and not can.parallel_calls)):
+            if calls and self._as_text(message):
                 shown["content"] = "\n".join(
                     filter(None, [shown["content"], *(_call_text(guard(call, marker)) for call in calls)])
                 )

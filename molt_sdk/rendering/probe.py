@@ -79,12 +79,7 @@ class ReplyWriter:
             calls = [{"name": f["name"], "arguments": parsed_arguments(f["arguments"])} for f in functions]
             texts = [f"{OPEN}{json.dumps(call, ensure_ascii=False)}{CLOSE}" for call in calls]
             return renderer.encode_reply("\n".join(filter(None, [content, *texts])), end=True)
-        try:
-            ids = renderer.write_reply(message, tools)
-        except TemplateError:
-            if functions:
-                raise
-            ids = []
+        ids = renderer.write_reply(message, tools)
         if functions and not ids:
             raise TemplateError(f"{chat.template.place} leaves out calls")
         if not functions and content not in renderer.tokens.decode(ids):

@@ -192,11 +192,8 @@ class ReplyParser:
         """Text of what is no part of a call; tags around calls are left out with them."""
         inside = {i for call in calls if call.span for i in range(*call.span)}
         outside = [i for at, i in enumerate(token_ids) if at not in inside]
-        if calls:
-            outside = [i for i in outside if i not in self._tokens.control_id_set]
-        else:
-            outside = [i for i in outside if i not in self._eos and i not in self._thought_ids]
-        return self._tokens.decode(outside).strip()
+        markup = self._tokens.control_id_set if calls else self._eos
+        return self._tokens.decode([i for i in outside if i not in markup and i not in self._thought_ids]).strip()
 
 
 def _bare_call(content: str, tools: Tools, call_prefix: str) -> tuple[list[ToolCall], str]:

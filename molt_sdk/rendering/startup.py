@@ -181,12 +181,15 @@ class Chat:
             {"role": "tool", "content": "MOLTRESULT", "tool_call_id": call["id"], "name": call["function"]["name"]}
             for call in reply.get("tool_calls") or ()
         ]
+        if len(results) > 1 and not (self.emulates_tools or self.abilities.parallel_calls):
+            raise TemplateError(f"{self.template.place} shows one call per reply")
         marker = self.shape.marker_for([reply], tools)
         head = self.bridger.render([USER], tools, marker)
         full = self.bridger.render([USER, reply, *(results or [USER])], tools, marker)
         rest, closing = self._reply_in(full, head, "MOLTRESULT" if results else "MOLTUSER")
         if self.bridger.missing(rest, [reply], marker) is not None:
-            raise TemplateError(f"{self.template.place} leaves out what is said beside tool calls")
+            beside = " beside tool calls" if results else ""
+            raise TemplateError(f"{self.template.place} leaves out what a reply says{beside}")
         if not results:  # once a user message follows, some templates drop the reasoning or write another end
             shown, schemas = self.shape([USER, reply], tools, marker)
             last = self.template.text(shown, schemas, generation_prompt=False)

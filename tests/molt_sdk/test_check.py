@@ -136,11 +136,13 @@ def test_a_tool_loop_that_breaks_once_costs_next_to_nothing(tmp_path: Path) -> N
 
 def test_a_system_text_in_the_last_user_message_makes_every_turn_a_segment(tmp_path: Path) -> None:
     """Mistral's templates: nothing but the first characters is shared."""
-    plain = named(molt.check(model=family("mistral-7b", tmp_path / "model")))["plain chat"]
+    report = molt.check(model=family("mistral-7b", tmp_path / "model"))
+    plain = named(report)["plain chat"]
     assert plain.verdict == "warning"
     cost = re.search(r"10 rounds become 10 segments and ([0-9.]+) times the tokens", plain.advice)
     assert cost is not None
     assert float(cost[1]) > 2
+    assert "10 rounds become 10 segments" in named(report)["user after a tool cycle"].advice
 
 
 def test_a_closing_token_that_history_replaces_breaks_the_plain_chat(tmp_path: Path) -> None:
@@ -328,6 +330,13 @@ EMULATED = {
         "does not show results",
         "warning",
     ),
+    "no results, and arguments as text": (
+        NATIVE.replace(CALL, "'calls ' + c.function.name + ' with ' + c.function.arguments").replace(
+            "m.content }}", "(m.content if m.role != 'tool' else '') }}"
+        ),
+        "does not show results",
+        "warning",
+    ),
     "not readable": (
         NATIVE.replace(CALL, "'call ' + c.function.name + ' ' + (c.function.arguments | string)"),
         "writes tool calls in a form that cannot be read back",
@@ -370,6 +379,13 @@ def test_a_bos_that_is_written_twice(tmp_path: Path) -> None:
     assert bos(CHATML).text.endswith("does not begin with it")
     assert bos("{{ bos_token }}" + CHATML).text == "<|endoftext|> (256); the chat template begins with it"
     assert bos("{{ bos_token + bos_token }}" + CHATML).verdict == "warning"
+
+
+def test_an_answer_is_given_as_it_is_written(tmp_path: Path) -> None:
+    """Although the template trims what it shows."""
+    path = pocket_model(tmp_path, CHATML.replace("message['content']", "message['content'] | trim"))
+    report = molt.check(tasks=[{"prompt": "q", "answer": " 42\n"}], rewards=[right], model=path)
+    assert named(report)["rewards"].text == "1 for task.answer; 0 for other words"
 
 
 def test_an_unknown_context_and_no_template(tmp_path: Path) -> None:

@@ -481,6 +481,23 @@ def test_a_tool_loop_in_the_familys_own_format(player: Player) -> None:
         assert [turn.parent for turn in trajectory.turns] == [None, 0, 1]
 
 
+def test_results_of_several_calls_are_shown_also_where_a_template_knows_one_call(player: Player) -> None:
+    """F31: the calls of such a reply are written as text, and its results still reach the model."""
+    made = tool_calls(player.family, json.dumps(FIRST), json.dumps(OTHER))
+    results: list[molt.Message] = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"RESULT{n}"} for n, call in enumerate(made)
+    ]
+    asked: Any = {"role": "assistant", "content": "", "tool_calls": made}
+
+    async def policy(task: molt.Task, model: molt.Model) -> float:
+        await model.chat([user("Q"), asked, *results], tools=[Loop(player, "").tool])
+        return 1.0
+
+    trajectory = player.play(policy, [player.answer("A")])
+    text = player.text(trajectory.turns[0].prompt_token_ids)
+    assert text.index("RESULT0") < text.index("RESULT1")
+
+
 @pytest.mark.parametrize("calls", [0, 1])
 def test_an_error_without_a_call_reaches_the_model(player: Player, calls: int) -> None:
     """What ``model.run`` sends back for a call that could not be read: a tool message without an id, behind a reply
