@@ -42,10 +42,7 @@ def canonical(message: Message) -> bytes:
     arguments or with None for "" still continues it; any change of text, name or arguments does not. The name of a
     tool message is that of its call, whether or not the client repeats it. (A reply that is echoed without some of its
     parallel calls is restored first: what was left out is no change.)"""
-    calls = [
-        (call["function"]["name"], parsed_arguments(call["function"]["arguments"]))
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [_call_data(call) for call in message.get("tool_calls") or ()]
     name = message.get("name", "") if message["role"] != "tool" else ""
     parts = [message["role"], message.get("content") or "", calls, message.get("tool_call_id") or "", name]
     return json.dumps(parts, sort_keys=True).encode()  # JSON holds whatever a model writes: huge integers, odd escapes
@@ -146,7 +143,7 @@ class Lineage:
         request = self._repeated(messages, visible)
         at = len(request.given)
         new = [normalize_one(messages[i], f"{place}: message {i}") for i in range(at, len(messages))]
-        request.given.extend(map(_owned, messages[at:]))
+        request.given.extend(map(_kept, messages[at:]))
         new = match_results([SETTLED] * at + new, place, at)[at:]
         ids: dict[str, str] = {}  # for the results behind an incomplete echo
         at = 0
@@ -154,7 +151,7 @@ class Lineage:
             message, taken = new[at], 1
             if message["role"] == "tool":
                 message = _renamed(message, ids)
-            elif echo := self._incomplete_echo(request.keys, new[at : at + 2], visible):
+            elif message["role"] == "assistant" and (echo := self._incomplete_echo(request.keys, new[at:], visible)):
                 message, (taken, ids) = echo
                 request.restored.append(len(request.messages))
             else:
@@ -184,18 +181,18 @@ class Lineage:
     ) -> tuple[Message, _Echo] | None:
         """The reply to the conversation of ``keys`` of which ``given`` begins with an incomplete echo: the one with the
         ids of its calls, else the newest. None where ``given`` begins with a whole echo, or with none."""
-        if given[0]["role"] != "assistant" or not keys or keys[-1] not in self._nodes_by_prompt:
+        if not keys or keys[-1] not in self._nodes_by_prompt:
             return None
         if any(visible(node.turn) for node in self._nodes_by_key.get(extend_key(keys[-1], given[0]), ())):
             return None
         replies = [node.turn.message for node in _latest(self._nodes_by_prompt[keys[-1]], visible)]
         echoes = [(reply, echo) for reply in replies if (echo := _echo(reply, given))]
-        return min(echoes, key=lambda found: len(found[1].ids), default=None)
+        return min(echoes, key=lambda found: sum(a != b for a, b in found[1].ids.items()), default=None)
 
     def add(self, turn: Turn, parent: Node | None, request: Request, token_ids: list[int]) -> None:
         """Remember ``turn``; ``token_ids`` are its prompt + completion after those of its parent."""
         read = request.first(len(request.messages))
-        read.given.append(_owned(turn.message))
+        read.given.append(_kept(turn.message))
         read.append(turn.message)
         if parent is None:
             conversation = Conversation(list(request.messages), token_ids, read)
@@ -309,12 +306,12 @@ class _Echo(NamedTuple):
 
     messages: int
     ids: dict[str, str]
-    """Ids that the reply has not, with its own ids of these calls."""
+    """Ids of the calls that are left, each with the id that the reply has for this call."""
 
 
 def _echo(reply: Message, given: Sequence[Message]) -> _Echo | None:
     """What ``given`` begins with: one message that lacks some of the reply's parallel calls, or two of which the first
-    has its text and the second its calls. None if the reply was changed."""
+    has its text and the second its calls. None if the reply was changed, or if a lacking call comes later."""
     calls = reply.get("tool_calls") or []
     first, *rest = given
     parts = [first]
@@ -323,20 +320,31 @@ def _echo(reply: Message, given: Sequence[Message]) -> _Echo | None:
     kept = parts[-1].get("tool_calls") or []
     if first.get("content") != reply.get("content") or not kept:
         return None
-    own = {call["id"] for call in calls}
     ids: dict[str, str] = {}
-    left = iter(calls)
+    left = list(calls)
     for call in kept:
-        sampled = next((c for c in left if _call_json(c) == _call_json(call)), None)
+        fitting = [c for c in left if _call_json(c) == _call_json(call)]
+        sampled = next((c for c in fitting if c["id"] == call["id"]), fitting[0] if fitting else None)
         if sampled is None:
             return None
-        if call["id"] not in own:
-            ids[call["id"]] = sampled["id"]
+        ids[call["id"]] = sampled["id"]
+        left = left[left.index(sampled) + 1 :]
+    lacking = {_call_json(call) for call in calls if call["id"] not in ids.values()}
+    later = next((message for message in given[len(parts) :] if message["role"] != "tool"), first)
+    if later is not first and any(_call_json(call) in lacking for call in later.get("tool_calls") or ()):
+        return None
     return _Echo(len(parts), ids)
 
 
+def _call_data(call: ToolCall) -> tuple[str, bool, Any]:
+    """Name, whether the arguments are JSON, and the arguments."""
+    text = call["function"]["arguments"]
+    data = parsed_arguments(text)
+    return call["function"]["name"], data is not text, data
+
+
 def _call_json(call: ToolCall) -> str:
-    return json.dumps([call["function"]["name"], parsed_arguments(call["function"]["arguments"])], sort_keys=True)
+    return json.dumps(_call_data(call), sort_keys=True)
 
 
 class _Leaf:
@@ -352,15 +360,37 @@ class _Leaf:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _Json:
+    """Equal to data that is the same JSON text: the order of keys is seen in a prompt."""
+
+    def __init__(self, given: Any) -> None:
+        self._text = json.dumps(given)
+
+    def __eq__(self, other: object) -> bool:
+        return json.dumps(other) == self._text
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _kept(given: Any) -> Any:
+    """A copy of a message that stays the same whatever the user does to the original, and equals only what reads the
+    same."""
+    try:
+        return _owned(given)
+    except Exception:  # of an object that a user put into a message, or of what is nested without end
+        return _Leaf(None)
+
+
 def _owned(given: Any) -> Any:
-    """A copy that stays the same whatever the user does to the original, and equals only what reads the same."""
     if given is None or type(given) is str:
         return given
-    if isinstance(given, Mapping) and all(type(key) is str for key in given):
-        return {key: _owned(value) for key, value in given.items()}
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
-        return [_owned(item) for item in given]
-    return _Leaf(given)
+    if type(given) is dict and all(type(key) is str for key in given):
+        data = given.get("arguments")
+        return {
+            key: _Json(value) if value is data and isinstance(value, dict) else _owned(value)
+            for key, value in given.items()
+        }
+    return type(given)(map(_owned, given)) if type(given) in (list, tuple) else _Leaf(given)
 
 
 def _same(known: Sequence[Any], messages: Sequence[Any]) -> int:

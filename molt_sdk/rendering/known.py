@@ -23,6 +23,8 @@ TAIL = 512
 """Latest ids of a prompt that the library is shown: enough to see whether reasoning was opened in it."""
 MAX_PARSING = 4_000_000
 """Steps up to which a reply is parsed by the library."""
+FASTER = 24
+"""Characters that a pattern passes in the time of one step."""
 TAGS = (
     ("<parameter", "</parameter>"),
     ("<function", "</function>"),
@@ -115,11 +117,11 @@ class KnownModel:
 
     def _work(self, ids: list[int]) -> int:
         """Steps that the library's parsers take at worst: they look for the end of each block to the end of the reply,
-        and so do their patterns for each tag without an end."""
+        and so do their patterns, which are faster, for each tag."""
         text = self._tokens.decode(ids)
-        open_tags = sum(abs(text.count(begin) - text.count(end)) for begin, end in TAGS)
+        tags = sum(text.count(tag) for pair in TAGS for tag in pair)
         controls = sum(i in self._tokens.control_id_set for i in ids)
-        return controls * len(ids) + open_tags * len(text)
+        return controls * len(ids) + tags * len(text) // FASTER
 
 
 def _call(attempt: Any) -> KnownCall:

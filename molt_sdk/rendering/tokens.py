@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from molt_sdk.errors import TemplateError
 from molt_sdk.messages import first_difference
 
 if TYPE_CHECKING:
@@ -68,8 +69,11 @@ class Tokens:
         if not any(self.control.search(text) for text in texts):
             return ""
         used = set().union(*map(set, texts))
-        private = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
-        return next(chr(c) for c in private if chr(c) not in used)
+        private_first = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0x110000), range(0xA0, 0xD800))
+        marker = next((chr(c) for c in private_first if chr(c) not in used), None)
+        if marker is None:
+            raise TemplateError("the messages hold every character that could guard their special-token text")
+        return marker
 
     def guard(self, value: Any, marker: str, *, strict: bool = False) -> Any:
         """``value`` (text, or lists and dicts of it) with ``marker`` inside every spelling of a special token.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections import UserList
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -608,7 +607,7 @@ def split(message: Any) -> list[Any]:
 
 
 def two_texts(message: Any) -> list[Any]:
-    return [{**message, "content": UserList([{"type": "text", "text": message["content"]}])}]
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]}]
 
 
 @pytest.mark.parametrize("echo", [whole, plain, one_call, one_call_of_another_id, split, two_texts])
@@ -711,6 +710,78 @@ async def test_f43_messages_are_numbered_as_the_client_sent_them(pocket: str) ->
 
     trajectory = await ran(pocket, policy, THOUGHT, ADD, "3", "bye")
     assert [turn.parent for turn in trajectory.turns] == [None, 0, 1, 2]
+
+
+@pytest.mark.parametrize("renumbered", [False, True])
+async def test_f38_a_renumbered_echo_gives_no_result_to_another_call(pocket: str, renumbered: bool) -> None:
+    """F38, F40: a client that drops the first call may give the second one the first one's id."""
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        reply = await model.chat("q", tools=[add])
+        first, second = reply.tool_calls
+        call_id = first["id"] if renumbered else second["id"]
+        echo: Any = {"role": "assistant", "content": reply.text, "tool_calls": [{**second, "id": call_id}]}
+        result: Any = {"role": "tool", "tool_call_id": call_id, "content": "7"}
+        await model.chat([{"role": "user", "content": "q"}, echo, result], tools=[add])
+
+    trajectory = await ran(pocket, policy, THOUGHT, "7")
+    first_turn, second_turn = trajectory.turns
+    assert second_turn.parent == 0
+    assert second_turn.new_messages[0]["tool_call_id"] == (first_turn.message["tool_calls"][1]["id"])
+
+
+async def test_f43_parallel_calls_that_are_echoed_one_by_one_are_not_doubled(pocket: str) -> None:
+    """F43: each call with its result behind it is another history; restoring both calls would show one twice."""
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        reply = await model.chat("q", tools=[add])
+        history: list[Any] = [{"role": "user", "content": "q"}]
+        for text, call in zip((reply.text, ""), reply.tool_calls, strict=True):
+            history.append({"role": "assistant", "content": text, "tool_calls": [call]})
+            history.append({"role": "tool", "tool_call_id": call["id"], "content": "7"})
+        await model.chat(history, tools=[add])
+
+    trajectory = await ran(pocket, policy, THOUGHT, "7")
+    assert trajectory.turns[1].parent is None
+    assert not trajectory.turns[1].remarks
+    assert [len(m.get("tool_calls") or ()) for m in trajectory.turns[1].messages] == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("extra", ["cycle", "deep", "odd"])
+async def test_what_a_message_holds_beside_its_own_keys_stops_nothing(pocket: str, extra: str) -> None:
+    class Odd(dict[str, Any]):
+        def items(self) -> Any:
+            raise ValueError("odd")
+
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    kept: Any = {"cycle": cycle, "deep": deep, "odd": Odd(a=1)}[extra]
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        history: list[Any] = [{"role": "user", "content": "q", "extra": kept}]
+        reply = await model.chat(history)
+        await model.chat([*history, reply.message, {"role": "user", "content": "more"}])
+
+    trajectory = await ran(pocket, policy, "a", "b")
+    assert lineage(trajectory) == [(None, "first call"), (0, "")]
+
+
+async def test_the_order_of_arguments_that_are_given_as_data_is_seen(pocket: str) -> None:
+    """F23: a template writes the keys in their order, so another order is another request."""
+    orders: list[dict[str, int]] = [{"a": 1, "b": 2}, {"b": 2, "a": 1}]
+
+    async def policy(task: molt.Task, model: molt.Model) -> None:
+        for arguments in orders:
+            call: Any = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+            asked: list[Any] = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
+            await model.chat([*asked, {"role": "tool", "tool_call_id": "c", "content": "3"}, *asked[:1]], tools=[add])
+
+    trajectory = await ran(pocket, policy, "a", "b")
+    written = [turn.messages[1]["tool_calls"][0]["function"]["arguments"] for turn in trajectory.turns]
+    assert written == [json.dumps(arguments) for arguments in orders]
 
 
 def dropped_all_calls(message: Any) -> None:

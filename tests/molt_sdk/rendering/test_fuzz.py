@@ -491,6 +491,12 @@ FLOODS = {
         for text in ("<|start|>", "<|message|>", "<|tool_call_begin|>", "<arg_key>", "<|channel>thought")
     },
     "parameters": ("<tool_call>\n<function=add>\n", "<parameter=n>", "</tool_call>"),
+    "ends before beginnings": (
+        "<tool_call>\n<function=add>\n" + 2000 * "</parameter>",
+        "<parameter=n>",
+        "</tool_call>",
+    ),
+    "half parameters": ("<tool_call>\n<function=add>\n", "<parameter=", "</tool_call>"),
     "functions": ("<tool_call>\n", "<function=add", "</tool_call>"),
     "invokes": ("<minimax:tool_call>\n", '<invoke name="add">', "</minimax:tool_call>"),
     "invoke parameters": (
