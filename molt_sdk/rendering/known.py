@@ -175,9 +175,6 @@ class _Harmony:
     def get_stop_token_ids(self) -> list[int]:
         return [self._ids["return_id"], self._ids["call_id"]]
 
-    def render_ids(self, *conversation: Any, **options: Any) -> list[int]:
-        raise NotImplementedError("prompts of gpt-oss come from its template")
-
     def bridge_to_next_turn(self, *turn: Any, **options: Any) -> None:
         return None
 
