@@ -1,10 +1,11 @@
-"""``molt-sdk check|fit|eval|rollout|show``: flags made from the config structs, defaults from ``--config run.toml``."""
+"""``molt-sdk check|fit|eval|rollout|show|export``: flags from the config structs, defaults from ``--config``."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,7 +24,7 @@ from molt_sdk.evaluate import Evaluation, rollout
 from molt_sdk.fit import fit
 from molt_sdk.fit_config import FitConfig
 from molt_sdk.load import AgentFile, load_agent
-from molt_sdk.run import open_run
+from molt_sdk.run import Checkpoint, Run, open_run
 from molt_sdk.show import show_evaluation, show_report, show_run, show_trajectory
 from molt_sdk.tasks import TaskSource
 from molt_sdk.types import SamplingParams
@@ -37,6 +38,7 @@ USAGE = """usage: molt-sdk COMMAND ...
   eval AGENT --model DIR            run it on held-out tasks and sum up
   rollout AGENT --model DIR         run it and keep the trajectories, without a trainer
   show RUN [ID]                     print a run, or one trajectory of it
+  export RUN OUT                    make a model folder of a checkpoint, for transformers and vLLM
 
 AGENT is a Python file with a @molt.policy function, a @molt.environment class, or both; or with tasks = [...] (or
 def tasks(split, seed)) beside a policy or, for the built-in tool loop, alone; lists named rewards and tools are used.
@@ -76,7 +78,7 @@ class CheckCommandConfig(Struct, frozen=True, kw_only=True, forbid_unknown_field
 def main(argv: list[str] | None = None) -> None:
     """Entry point; exits with 2 for what the user can correct, 1 for a run that failed or a check with a problem."""
     arguments = sys.argv[1:] if argv is None else argv
-    commands = {"check": _check, "fit": _fit, "eval": _eval, "rollout": _rollout, "show": _show}
+    commands = {"check": _check, "fit": _fit, "eval": _eval, "rollout": _rollout, "show": _show, "export": _export}
     if arguments[:1] == ["--version"]:
         print(f"molt-sdk {version('molt-sdk')}")
         return
@@ -261,6 +263,54 @@ def _show(argv: list[str]) -> None:
             show_run(found, Console(), found.trajectories(status=status, step=step, split=split, limit=limit))
 
     _call(command, argv, "molt-sdk show")
+
+
+def _export(argv: list[str]) -> None:
+    def command(
+        run: Positional[Annotated[Path, arg(metavar="RUN")]],
+        out: Positional[Annotated[Path, arg(metavar="OUT")]],
+        step: int | None = None,
+        best: bool = False,
+    ) -> None:
+        """Make a Hugging Face model folder of a checkpoint, for transformers and vLLM. `fit` makes one of its last
+        weights itself, in RUN/model.
+
+        Args:
+            run: Run directory.
+            out: Folder to make; it must not exist.
+            step: Of which step; the newest by default.
+            best: The checkpoint with the best evaluation.
+        """
+        checkpoint = _chosen(open_run(run), step, best)
+        if out.exists():
+            raise ConfigError(f"{out} exists; name a new folder")
+        from trainer_backend.checkpoint import export_checkpoint
+
+        try:
+            export_checkpoint(checkpoint.path, out)
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {error}") from error
+        print(f"{out}: the weights after step {checkpoint.step} (version {checkpoint.version})")
+
+    _call(command, argv, "molt-sdk export")
+
+
+def _chosen(run: Run, step: int | None, best: bool) -> Checkpoint:
+    """Raises ConfigError when there is no such checkpoint."""
+    if step is not None and best:
+        raise ConfigError("--step and --best exclude each other")
+    found = {checkpoint.step: checkpoint for checkpoint in run.checkpoints}
+    if not found:
+        raise ConfigError(f"{run.dir} has no checkpoint")
+    if best and run.best is None:
+        raise ConfigError(f"no checkpoint of {run.dir} was evaluated; choose one with --step: {_listed(found)}")
+    if step is not None and step not in found:
+        raise ConfigError(f"{run.dir} has no checkpoint of step {step}; there are those of {_listed(found)}")
+    return run.best if best and run.best is not None else found[max(found) if step is None else step]
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, steps))
 
 
 def _call(command: Any, argv: list[str], prog: str) -> None:

@@ -16,6 +16,8 @@ from loguru import logger
 from molt_sdk.errors import StoreError
 
 DATABASE, METRICS, CONFIG, LOCK = "run.sqlite", "metrics.jsonl", "config.json", "lock"
+CHECKPOINTS, MODEL = "checkpoints", "model"
+"""Folders: what training goes on from (``step-<N>`` each), and the trained model for inference."""
 DRAFT = "run.sqlite.draft"
 """The file while it is being made; a creation that was killed leaves at most this and the lock behind."""
 
@@ -24,6 +26,7 @@ SCHEMA_VERSION = 1
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);  -- values are JSON
+-- key "trainers": [{"after": step, "fingerprint": {...}}, ...] in order: who trained the steps after it
 CREATE TABLE sessions (  -- one row each time the run was opened for writing
     started REAL NOT NULL, python TEXT NOT NULL, platform TEXT NOT NULL, packages TEXT NOT NULL);
 CREATE TABLE trajectories (

@@ -20,18 +20,30 @@ from loguru import logger
 
 from molt_sdk.agent import Agent, resolve_agent
 from molt_sdk.buffer import Buffer
+from molt_sdk.checkpoints import Checkpoints
 from molt_sdk.config import RolloutConfig, check_sampling_type
+from molt_sdk.database import CHECKPOINTS, MODEL
 from molt_sdk.engines.base import Engine
 from molt_sdk.engines.select import check_engine, check_renderer, running_engine
-from molt_sdk.errors import ConfigError, EngineError, RequestError, RunFailedError, StoreError, TrainingError
+from molt_sdk.errors import (
+    ConfigError,
+    EngineError,
+    ModelPathError,
+    MoltError,
+    RequestError,
+    RunFailedError,
+    StoreError,
+    TrainingError,
+)
 from molt_sdk.evaluate import Evaluation, FirstFailures, run_tasks
-from molt_sdk.fit_config import FitConfig, changed_settings, merge_keywords
+from molt_sdk.fit_config import FitConfig, changed_settings, merge_keywords, trainer_config
 from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
 from molt_sdk.progress import Display, Tracker, Trackers
 from molt_sdk.rendering.renderer import Renderer
+from molt_sdk.resume import ResumePoint, newest_checkpoint, recorded_groups, settle
 from molt_sdk.rollout import Rollouts
-from molt_sdk.run import Run, open_run
+from molt_sdk.run import Checkpoint, Run, open_run
 from molt_sdk.store import Store
 from molt_sdk.tasks import TaskSource
 from molt_sdk.types import SamplingParams, Task, TrajectoryGroup
@@ -78,7 +90,9 @@ async def afit(
         tools: functions for the built-in loop.
         engine: "auto", "torch", or an Engine object (it stays open; close it yourself).
         run_dir: where the run is kept; default ``runs/<time>-<policy>``.
-        resume: go on with the run in ``run_dir`` if there is one. Only ``steps``, evaluation and trackers may differ.
+        resume: go on with the run in ``run_dir`` if there is one, from its newest checkpoint. On a CPU, batches that
+            were committed after it are trained again to the bit; on a GPU they are discarded. Only ``steps``,
+            evaluation, checkpoints and trackers may differ.
         eval_tasks: held-out tasks, run before and after training with the same sampling, and every ``eval_every``.
         trackers: objects with ``start(run)``, ``log(step, metrics)``, ``finish()``.
         config: a :class:`FitConfig`. The other keywords set its fields (defaults: group_size 8, groups_per_step 8,
@@ -130,6 +144,7 @@ async def afit(
         check_trainable(config.sampling, "sampling")
     except RequestError as error:
         raise ConfigError(str(error)) from None
+    trainer_config(config)
     config = msgspec.structs.replace(config, model=check_engine(live, config.model or None))
     renderer = Renderer(config.model, emulate_tools=config.rollout.tool_emulation)
     check_renderer(renderer, config.sampling, tools=agent.has_tools)
@@ -141,7 +156,7 @@ async def afit(
     store, resumed = _open_store(directory, resume, agent, config)
     job = None
     try:
-        job = _Job(agent, config, renderer, store, held_out, trackers, resumed)
+        job = _Job(agent, config, renderer, store, held_out, trackers)
         with plain_errors():
             await job.run(live)
     finally:
@@ -174,7 +189,6 @@ class _Job:
         store: Store,
         held_out: list[Task],
         trackers: Sequence[Tracker],
-        resumed: bool,
     ) -> None:
         self.agent = agent
         self.config = config
@@ -183,15 +197,17 @@ class _Job:
         self.held_out = held_out
         self.display = Display(config.steps)
         self.trackers = Trackers([self.display, *trackers])
-        self.resumed = resumed
         self.buffer = Buffer(config.groups_per_step, config.max_staleness)
         self.pool = WorkerPool(config.rollout.threads)
         self.trainer_thread = Worker("molt-trainer")
         self.started = False
         self.cancelled = False
         self.step = 0
-        self.saved_step = -1
+        self.position = 0
+        self.live_version: int | None = None
         self.skipped = 0
+        self.done = ResumePoint()
+        self.evaluated: set[int] = set()
         self.measured: dict[str, float] = {}
         self.unreported: tuple[list[TrajectoryGroup], StepResult] | None = None
         self.failures = FirstFailures(store.dir)
@@ -202,6 +218,11 @@ class _Job:
         self.uncertified = 0
 
     async def run(self, engine: str | Engine) -> None:
+        from trainer_backend.state import remove_torn
+
+        for folder in (self.store.dir, self.store.dir / CHECKPOINTS):
+            remove_torn(folder)
+        checkpoint = newest_checkpoint(open_run(self.store.dir))
         async with AsyncExitStack() as cleanup:  # each part is cleaned up whatever happens to the others
             cleanup.callback(self.pool.close)
             cleanup.callback(self.trainer_thread.close)
@@ -209,17 +230,28 @@ class _Job:
             self.engine = await cleanup.enter_async_context(
                 running_engine(engine, self.config.model, self.config.torch_engine)
             )
-            self.trainer = await self.trainer_thread.run(self._load_trainer)
+            if isinstance(engine, str):
+                self.live_version = 0  # ours has just loaded the initial weights; the user's may hold any
+            self.trainer = await self.trainer_thread.run(self._load_trainer, checkpoint)
             cleanup.push_async_callback(self._on_trainer_thread, self.trainer.close)
-            cleanup.push_async_callback(self._save)
+            self.checkpoints = Checkpoints(
+                self.store,
+                self.trainer,
+                self._on_trainer_thread,
+                keep=self.config.keep_checkpoints,
+                on_error=self.config.on_save_error,
+                saved=self.step,
+            )
+            cleanup.push_async_exit(self._save_at_exit)
             cleanup.push_async_callback(self._abandon_step)
             try:
-                await self._train(push=not isinstance(engine, str))
+                await self._resume(checkpoint)
+                await self._train()
             except (asyncio.CancelledError, KeyboardInterrupt):
                 await self._abandon_step()
                 self.display.note(
                     f"interrupted after step {self.step}; its weights are kept in {self.store.dir}; "
-                    "go on with resume=True (--resume)"
+                    "go on with resume=True (--resume), or make a model of them with molt-sdk export"
                 )
                 raise
 
@@ -234,46 +266,89 @@ class _Job:
         await self._on_trainer_thread(int)
         await self._report()
 
-    def _load_trainer(self) -> Trainer:
+    async def _save_at_exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Save the last completed weights; after an error, that error is the one to report."""
+        try:
+            await self.checkpoints.finish(self.step, self.position)
+        except MoltError as failure:
+            if error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+                raise
+            logger.error("{}", failure)
+
+    def _load_trainer(self, checkpoint: Checkpoint | None) -> Trainer:
         from trainer_backend.trainer import Trainer
 
-        config = self.config
-        for torn in (self.store.dir / "checkpoints").glob(".*"):  # a save that was killed
-            shutil.rmtree(torn, ignore_errors=True)
-        found = open_run(self.store.dir).checkpoints if self.resumed else []
-        if found:
-            self.step = self.saved_step = found[-1].step
-            return Trainer.load(found[-1].path, config.trainer, seed=config.seed)
-        return Trainer(config.model, config.trainer, seed=config.seed)
+        config, seed = trainer_config(self.config), self.config.seed
+        if checkpoint is None:
+            return Trainer(self.config.model, config, seed=seed)
+        self.step = checkpoint.step
+        try:
+            return Trainer.load(checkpoint.path, config, seed=seed)
+        except (TrainingError, ModelPathError) as error:
+            raise TrainingError(
+                f"{error}. This is the newest checkpoint of the run; remove {checkpoint.path} to go on from the one "
+                "before, if there is one"
+            ) from error
 
-    async def _train(self, *, push: bool) -> None:
-        """``push``: the engine is the user's, and may hold other weights than the trainer."""
+    async def _resume(self, checkpoint: Checkpoint | None) -> None:
+        """Go on where the records of this run end; those of a new run end where they begin."""
+        fingerprint = self.trainer.fingerprint
+        if fingerprint:  # the layout is chosen by measuring, and other weights may measure otherwise
+            fingerprint = fingerprint | {"layout": self.trainer.layout}
+        self.done = await settle(self.store, checkpoint, fingerprint)
+        self.evaluated = set(self.done.evaluated)
+        self.position = self.done.position
+        self.buffer.start_at(self.position)
+        if self.done.note:
+            self.display.note(self.done.note)
+
+    async def _train(self) -> None:
         first = self.step
-        if self.resumed:
-            self.buffer.start_at(open_run(self.store.dir).next_position(first))
-            await self.store.discard_after(first)
-        if push or first > 0:
-            await self._publish()
         self.started = True
         self.trackers.start(open_run(self.store.dir))
-        if first == 0:
-            await self._evaluate()
+        await self._between_steps()
+        for step in self.done.tail:
+            await self._train_again(step)
+            await self._between_steps()
+        await self._publish()
         async with anyio.create_task_group() as group:
             group.start_soon(self._produce)
             while self.step < self.config.steps and await self._one_step():
-                if self.step % self.config.checkpoint_every == 0:
-                    await self._save()
-                if self.held_out and self.config.eval_every and self.step % self.config.eval_every == 0:
-                    await self._evaluate()
+                await self._between_steps()
             group.cancel_scope.cancel()
-        await self._save()
         if self.step == first:
             self.display.note(f"already at step {first} of {self.config.steps}; nothing was trained")
         elif self.skipped == self.step - first:
             logger.warning("no step changed the weights; see the reasons above")
-        evaluated = self.config.eval_every and self.step % self.config.eval_every == 0
-        if self.step > first and not evaluated:
+        await self._finish()
+
+    async def _between_steps(self) -> None:
+        """Save and evaluate where it is due; after the last step, :meth:`_finish` does."""
+        await self.checkpoints.poll()
+        if self.step >= self.config.steps:
+            return
+        every = self.config.eval_every
+        evaluate = bool(self.held_out) and (self.step == 0 or (every is not None and self.step % every == 0))
+        if evaluate or self.step % self.config.checkpoint_every == 0:
+            await self.checkpoints.save(self.step, self.position)
+        if evaluate:
             await self._evaluate()
+
+    async def _finish(self) -> None:
+        """Save, export and evaluate the trained model."""
+        if self.step == 0:
+            return
+        await self.checkpoints.save(self.step, self.position)
+        target = self.store.dir / MODEL
+        try:
+            await self._on_trainer_thread(self.trainer.export, target)
+        except OSError as error:
+            raise TrainingError(
+                f"the trained model could not be written to {target}: {error}. Its checkpoint goes on: free some space "
+                f"and write it with `molt-sdk export {self.store.dir} DIRECTORY`"
+            ) from error
+        await self._evaluate()
+        await self.checkpoints.finish(self.step, self.position)
 
     async def _one_step(self) -> bool:
         """Take groups, commit the batch, train, publish the weights. False at the end of the task stream."""
@@ -287,20 +362,33 @@ class _Job:
                 )
             logger.warning("the task stream ended after step {} of {}", self.step, self.config.steps)
             return False
-        waited = time.perf_counter() - clock
+        self.measured = {"seconds/wait": time.perf_counter() - clock}
         await self.store.commit_batch(self.step + 1, [t.id for group in groups for t in group.trajectories if t.scored])
-        oldest = [t.oldest_version for group in groups for t in group.scored if t.oldest_version is not None]
-        staleness = self.trainer.version - min(oldest, default=self.trainer.version)
-        self.measured = {"staleness": float(staleness), "seconds/wait": waited}
-        result = await self.trainer_thread.run(self._train_on, groups)
+        await self._train_batch(groups)
         updating = time.perf_counter()
-        if not result.skipped:
-            await self._publish()
+        await self._publish()
         self.measured["seconds/update"] = time.perf_counter() - updating
         self.measured["seconds"] = time.perf_counter() - clock
         await self._report()
         await self.buffer.release(len(groups))
         return True
+
+    async def _train_again(self, step: int) -> None:
+        """A step whose batch was committed by an earlier session of the run, and whose weights are lost."""
+        self.measured = {}
+        await self._train_batch(await self.pool.run(recorded_groups, open_run(self.store.dir), step))
+        await self._report()
+
+    async def _train_batch(self, groups: list[TrajectoryGroup]) -> None:
+        from trainer_backend.trainer import SaveError
+
+        oldest = [t.oldest_version for group in groups for t in group.scored if t.oldest_version is not None]
+        self.measured["staleness"] = float(self.trainer.version - min(oldest, default=self.trainer.version))
+        try:
+            await self.trainer_thread.run(self._train_on, groups)
+        except SaveError as error:  # of a checkpoint that was written meanwhile; nothing was trained yet
+            self.checkpoints.failed(error)
+            await self.trainer_thread.run(self._train_on, groups)
 
     async def _report(self) -> None:
         """Write the numbers of a completed step, once; also of one that was completed while the run was cancelled."""
@@ -311,26 +399,33 @@ class _Job:
         if result.skipped:
             self.skipped += 1
             self.display.note(f"step {self.step} changed nothing: {result.skip_reason}")
+        if self.step in self.done.trained:
+            return
         with anyio.CancelScope(shield=True):
             seconds = self.measured | {"seconds/train": result.seconds}
             await self._log(step_metrics(groups, result) | seconds | self._counts())
 
     async def _publish(self) -> None:
-        """Give the trainer's weights to the engine, whole: a cancelled run waits for it, since it reads the trainer."""
+        """Give the trainer's weights to the engine, whole, unless it has them: a cancelled run waits for it, since it
+        reads the trainer."""
+        version = self.trainer.version
+        if self.live_version == version:
+            return
         with anyio.CancelScope(shield=True):
-            await self.engine.update_weights(self.trainer.weights(), self.trainer.version)
-        if self.engine.version < self.trainer.version:  # it would sample nothing but stale groups, for ever
+            await self.engine.update_weights(self.trainer.weights(), version)
+        if self.engine.version < version:  # it would sample nothing but stale groups, for ever
             raise EngineError(
                 f"engine {type(self.engine).__name__} is at version {self.engine.version} after update_weights(..., "
-                f"{self.trainer.version}); it must set its version when the weights are in force"
+                f"{version}); it must set its version when the weights are in force"
             )
+        self.live_version = version
 
-    def _train_on(self, groups: list[TrajectoryGroup]) -> StepResult:
+    def _train_on(self, groups: list[TrajectoryGroup]) -> None:
         """On the trainer's thread: the step counts as done when, and only when, the trainer has completed it."""
         result = self.trainer.step(groups, cancelled=lambda: self.cancelled)
         self.step += 1
+        self.position = groups[-1].position + 1
         self.unreported = groups, result
-        return result
 
     async def _produce(self) -> None:
         """Start groups as slots become free, in stream order."""
@@ -383,8 +478,10 @@ class _Job:
             self.display.note(line)
 
     async def _evaluate(self) -> None:
-        if not self.held_out:
+        """Run the held-out tasks with the trainer's weights, once after each step."""
+        if not self.held_out or self.step in self.evaluated:
             return
+        await self._publish()
         clock = time.perf_counter()
         rollouts = self._rollouts("eval")
 
@@ -395,6 +492,8 @@ class _Job:
         groups = await run_tasks(rollouts, self.held_out, self.config.eval_group_size, keep)
         summary = Evaluation(groups=groups).summary() | {"seconds": time.perf_counter() - clock}
         await self._log({f"eval/{name}": value for name, value in summary.items()})
+        self.evaluated.add(self.step)
+        await self.checkpoints.prune()  # this one may be the best now
 
     def _rollouts(self, split: str) -> Rollouts:
         return Rollouts(
@@ -409,24 +508,6 @@ class _Job:
             split=split,
             finished=self.display.trajectory,
         )
-
-    async def _save(self) -> None:
-        """Save the last completed weights, unless they are saved already; keep the two newest checkpoints."""
-        if self.step == self.saved_step or self.step == 0:
-            return
-        path = self.store.dir / "checkpoints" / f"step-{self.step}"
-        try:
-            await self._on_trainer_thread(self.trainer.save, path)
-        except Exception as error:  # the disk, in the words of whichever library met it
-            raise TrainingError(
-                f"the weights after step {self.step} could not be saved to {path}: {error}. Earlier checkpoints are "
-                "whole; free some space and resume"
-            ) from error
-        self.saved_step = self.step
-        with anyio.CancelScope(shield=True):
-            await self.store.add_checkpoint(self.step, self.trainer.version, path)
-            for old in open_run(self.store.dir).checkpoints[:-2]:
-                await self.pool.run(shutil.rmtree, old.path, ignore_errors=True)
 
     async def _log(self, metrics: dict[str, float]) -> None:
         await self.store.add_metrics(self.step, metrics)

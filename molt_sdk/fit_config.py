@@ -14,7 +14,7 @@ from molt_sdk.errors import ConfigError
 from molt_sdk.types import SamplingParams
 from trainer_backend.config import TrainerConfig
 
-EXTENDABLE = ("steps", "eval_every", "eval_group_size", "checkpoint_every")
+EXTENDABLE = ("steps", "eval_every", "eval_group_size", "checkpoint_every", "keep_checkpoints", "on_save_error")
 """What may change when a run is resumed."""
 
 
@@ -41,7 +41,13 @@ class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     eval_group_size: int = 1
     """Trajectories per held-out task."""
     checkpoint_every: int = 10
-    """Steps between checkpoints; the last step is always saved, and the two newest are kept."""
+    """Steps between checkpoints, which are written while training goes on. Steps that are evaluated, and the last one,
+    are saved too."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay on disk; the one with the best evaluation stays as well."""
+    on_save_error: Literal["stop", "warn"] = "stop"
+    """What follows when a checkpoint cannot be written (disk full): ``stop`` ends the run, ``warn`` goes on and tries
+    again when the next one is due. Earlier checkpoints are whole either way."""
     max_failed_groups: int = 16
     """Groups in a row without a single scored trajectory that end the run."""
     max_uncertified: float = 0.05
@@ -54,11 +60,13 @@ class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         at_least = {"steps": 0, "group_size": 1, "groups_per_step": 1, "max_staleness": 0, "eval_group_size": 1}
-        for name, least in {**at_least, "checkpoint_every": 1, "max_failed_groups": 1}.items():
+        for name, least in {**at_least, "checkpoint_every": 1, "keep_checkpoints": 1, "max_failed_groups": 1}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.eval_every is not None and self.eval_every < 1:
             raise ConfigError(f"eval_every={self.eval_every} must be at least 1")
+        if self.on_save_error not in ("stop", "warn"):
+            raise ConfigError(f"on_save_error={self.on_save_error!r} must be 'stop' or 'warn'")
         if not 0 <= self.max_uncertified <= 1:
             raise ConfigError(f"max_uncertified={self.max_uncertified} must be between 0 and 1")
 
@@ -74,11 +82,36 @@ def merge_keywords(
     )
 
 
+def trainer_config(config: FitConfig) -> TrainerConfig:
+    """The trainer's settings with the length of the run filled in. Raises ConfigError where it does not fit them."""
+    trainer = config.trainer
+    if trainer.schedule == "constant" or trainer.decay_steps is not None:
+        return trainer
+    return msgspec.structs.replace(trainer, decay_steps=config.steps)
+
+
 def changed_settings(before: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """What a resumed run must not change but would, by dotted name."""
     now = json.loads(json.dumps(settings))
+    past, present = _decay_steps(before), _decay_steps(now)
+    if past != present and now["trainer"]["decay_steps"] is None and now["trainer"]["schedule"] != "constant":
+        return [
+            f"the learning rate falls over the steps of the run, which were {past} and are {present}; to go on with "
+            f"the same schedule, give trainer.decay_steps={past}"
+        ]
+    if past == present:  # written out or not, it is the same schedule
+        before, now = ({**s, "trainer": {**s["trainer"], "decay_steps": past}} for s in (before, now))
     fixed = [name for name in now if name not in EXTENDABLE]
     return [line for name in fixed for line in _changes(name, before.get(name), now[name])]
+
+
+def _decay_steps(settings: dict[str, Any]) -> int | None:
+    """Where the learning rate stops falling; None where it is constant."""
+    trainer = settings["trainer"]
+    if trainer["schedule"] == "constant":
+        return None
+    decay_steps: int = trainer["decay_steps"] if trainer["decay_steps"] is not None else settings["steps"]
+    return decay_steps
 
 
 def _changes(name: str, before: Any, now: Any) -> list[str]:

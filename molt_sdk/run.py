@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 from msgspec import Struct
 
 from molt_sdk import database
@@ -27,14 +28,34 @@ WHERE {split} AND NOT superseded AND reward IS NOT NULL AND {axis} IS NOT NULL G
 """
 
 
+TRAINER_STATE = "trainer.json"
+"""File of a checkpoint that says of which step it is; a folder without it is none."""
+
+
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """Complete weights on disk."""
+    """Complete state of a trainer on disk: what training goes on from. ``molt-sdk export`` makes a model of it."""
 
     step: int
-    """Optimizer steps of the run when they were saved."""
+    """Steps of the run when it was saved, skipped ones included."""
     version: int
     """Policy version of these weights."""
     path: Path
+
+
+def read_checkpoint(folder: Path) -> Checkpoint | None:
+    """What a folder holds; None unless it is a complete checkpoint."""
+    try:
+        state = msgspec.convert(json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8")), _State)
+    except (OSError, ValueError, msgspec.ValidationError):
+        return None
+    return Checkpoint(step=state.step, version=state.version, path=folder)
+
+
+class _State(Struct):
+    """The part of ``trainer.json`` that is read without the trainer."""
+
+    step: int
+    version: int
 
 
 class Run:
@@ -89,10 +110,20 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints that are still on disk, oldest step first."""
-        rows = self._rows("SELECT step, version, path FROM checkpoints WHERE NOT superseded ORDER BY step")
-        recorded = [Checkpoint(step=step, version=version, path=self.dir / path) for step, version, path in rows]
-        return [checkpoint for checkpoint in recorded if checkpoint.path.exists()]
+        """Complete checkpoints on disk, oldest step first; also one that a killed run had no time to record."""
+        recorded = [self.dir / path for (path,) in self._rows("SELECT path FROM checkpoints WHERE NOT superseded")]
+        named = sorted((self.dir / database.CHECKPOINTS).glob("step-*"))
+        found = [checkpoint for folder in (*named, *recorded) if (checkpoint := read_checkpoint(folder)) is not None]
+        by_step = {c.step: c for c in found if c.path in recorded or c.path.name == f"step-{c.step}"}
+        return [by_step[step] for step in sorted(by_step)]
+
+    @property
+    def best(self) -> Checkpoint | None:
+        """The checkpoint with the highest ``eval/reward`` after its step, the newest of equal ones; None if no
+        checkpoint was evaluated."""
+        rewards = {row["step"]: row["eval/reward"] for row in self.metrics if "eval/reward" in row}
+        evaluated = [checkpoint for checkpoint in self.checkpoints if checkpoint.step in rewards]
+        return max(evaluated, key=lambda c: (rewards[c.step], c.step), default=None)
 
     @property
     def batches(self) -> dict[int, list[str]]:
@@ -106,6 +137,13 @@ class Run:
             "SELECT max(position) FROM trajectories WHERE split = 'train' AND step <= ? AND NOT superseded", (step,)
         )
         return 0 if last is None else int(last) + 1
+
+    def fingerprint(self, step: int) -> dict[str, str | int]:
+        """What the trainer of a step said of itself: where it is equal, training repeats to the bit. {} if it never
+        does."""
+        row = self._rows("SELECT value FROM meta WHERE key = 'trainers'")
+        trainers = [t for t in json.loads(row[0][0]) if t["after"] < step] if row else []
+        return dict(trainers[-1]["fingerprint"]) if trainers else {}
 
     @property
     def status(self) -> dict[str, int]:

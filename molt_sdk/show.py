@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from molt_sdk.database import MODEL
 from molt_sdk.evaluate import Evaluation, sampled_tokens
 from molt_sdk.progress import visible
 from molt_sdk.report import Report, report_lines
@@ -29,6 +30,8 @@ def show_run(run: Run, console: Console, trajectories: Iterable[Trajectory]) -> 
     console.print("trajectories: " + (", ".join(f"{n} {s}" for s, n in run.status.items()) or "none"), markup=False)
     for checkpoint in run.checkpoints:
         console.print(f"checkpoint: step {checkpoint.step}, {checkpoint.path}", markup=False)
+    if (run.dir / MODEL).exists():
+        console.print(f"trained model: {run.dir / MODEL}", markup=False)
     console.print(_trajectory_table(trajectories))
 
 

@@ -14,7 +14,7 @@ import os
 import platform
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -144,6 +144,16 @@ class Store:
             StoreError: there is no checkpoint of ``step``.
         """
         await self._writer.write(lambda c: _discard_after(c, step), self._rewrite_metrics)
+
+    async def discard_uncommitted(self, position: int, evaluated: Collection[int]) -> None:
+        """Flag as superseded what an interrupted run left unfinished: trajectories at ``position`` of the task stream
+        or later that are in no batch, and evaluations after steps that are not in ``evaluated``."""
+        steps = json.dumps(sorted(evaluated))
+        await self._writer.write(lambda c: _execute(c, _DISCARD_UNCOMMITTED, (position, steps)))
+
+    async def set_trainer(self, after: int, fingerprint: Mapping[str, str | int]) -> None:
+        """Record which trainer trains the steps after ``after``, from now on."""
+        await self._writer.write(lambda c: _set_trainer(c, after, dict(fingerprint)))
 
     async def close(self) -> None:
         """Write what is waiting, then free file, lock and thread. Safe to call twice, and after a failure."""
@@ -320,3 +330,18 @@ def _discard_after(connection: sqlite3.Connection, step: int) -> None:
         (version, step),
     )
     connection.execute("UPDATE trajectories SET step = NULL WHERE step > ? AND NOT superseded", (step,))
+
+
+_DISCARD_UNCOMMITTED = """
+UPDATE trajectories SET superseded = 1
+WHERE (split = 'train' AND step IS NULL AND position >= ?)
+   OR (split = 'eval' AND step NOT IN (SELECT value FROM json_each(?)))
+"""
+
+
+def _set_trainer(connection: sqlite3.Connection, after: int, fingerprint: dict[str, str | int]) -> None:
+    row = connection.execute("SELECT value FROM meta WHERE key = 'trainers'").fetchone()
+    trainers = [t for t in json.loads(row[0]) if t["after"] < after] if row else []
+    if not trainers or trainers[-1]["fingerprint"] != fingerprint:
+        trainers.append({"after": after, "fingerprint": fingerprint})
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('trainers', ?)", (json.dumps(trainers),))

@@ -11,8 +11,11 @@ Shapes: N nodes, K nodes whose logits are needed, R distinct (node, temperature)
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, get_origin
 
 import numpy as np
 from msgspec import Struct
@@ -170,41 +173,169 @@ def _refuse(
         )
 
 
-def pack(rows: Sequence[Row], max_tokens: int, *, share: bool) -> Iterator[list[Row]]:
-    """Split rows that have trained tokens into micro-batches of at most ``max_tokens`` nodes each; a longer row gets
-    one of its own.
+class CostModel(Struct, frozen=True, kw_only=True):
+    """Work of one forward and backward pass, in units of what the linear layers of all blocks do for one node."""
 
-    Rows come out sorted by their tokens, so that rows with a common prefix are neighbours. The split depends on the
-    set of rows alone, not on their order.
+    attention: float
+    """Per node, for each node that it sees: depth + 1 of them."""
+    head: float
+    """Per trained token."""
+
+
+def cost_model(*, hidden: int, layers: int, attention_width: int, vocab: int, parameters: int) -> CostModel:
+    """The usual count of multiply-adds (arXiv 2001.08361, table 1; arXiv 2204.02311, appendix B).
+
+    ``parameters``: of all decoder blocks, those of idle experts left out, so 2 * parameters FLOPs per node forward.
+    ``attention_width``: query heads * head dimension. Scores and weighted values take 4 * layers * attention_width
+    FLOPs for each node seen; the head takes 2 * hidden * vocab. Backward doubles all of them alike.
     """
-    batch: list[Row] = []
-    nodes = 0
-    for row in sorted(rows, key=_sort_key):
-        length = len(row.inputs)
-        new = length - (common_prefix(batch[-1].inputs, row.inputs) if batch and share else 0)
-        if batch and nodes + new > max_tokens:
-            yield batch
-            batch, nodes, new = [], 0, length
-        batch.append(row)
-        nodes += new
-    if batch:
-        yield batch
+    return CostModel(attention=2 * layers * attention_width / parameters, head=hidden * vocab / parameters)
 
 
-def _sort_key(row: Row) -> tuple[bytes, str, bytes]:
-    # Big-endian ids compare as bytes in the same order as the sequences of ids.
-    return row.inputs.astype(">i4").tobytes(), row.trajectory_id, row.trained.tobytes()
+Plan = list[list[list[Row]]]
+"""[rank][micro-batch] -> rows. Ranks may differ in their number of micro-batches."""
+
+
+def plan(
+    rows: Sequence[Row], *, ranks: int, max_tokens: int, share: bool, cost: CostModel, padded: bool = False
+) -> Plan:
+    """Spread rows that have trained tokens over ranks, and those of a rank over forward passes of at most
+    ``max_tokens`` nodes; a longer row gets a pass of its own.
+
+    Rows are sorted by their tokens, so that rows with a common prefix are neighbours, and cut into runs. A cut through
+    a tree computes the common prefix on both sides: more work, the same result. Ranks get runs whose largest cost is
+    the lowest possible, micro-batches runs whose largest number of nodes is, at the lowest number of passes. Because
+    all ranks take part in each pass and wait for the slowest, a rank that needs fewer passes is cut into as many as
+    the others where that saves time, and each rank begins with its costliest micro-batch. A rank has no rows only if
+    there are fewer rows than ranks.
+
+    ``padded``: a micro-batch is a rectangle, rows * longest row nodes, so rows are sorted by length; nothing is shared.
+    The plan depends on the set of rows alone, not on their order.
+    """
+    if padded and share:
+        raise ValueError("padded rows cannot share prefixes")
+    ordered = sorted(rows, key=(lambda row: (-len(row.inputs), _sort_key(row))) if padded else _sort_key)
+    inputs = [row.inputs for row in ordered]
+    lengths = np.array([len(tokens) for tokens in inputs], dtype=np.int64)
+    shared = np.zeros_like(lengths)
+    if share:
+        shared[1:] = [common_prefix(left, right) for left, right in itertools.pairwise(inputs)]
+
+    def until(depth: Ints) -> NDArray[np.float64]:
+        """Cost of the nodes from the root to a depth."""
+        return depth + cost.attention * (depth * (depth + 1) / 2)
+
+    head = cost.head * np.array([row.trained_tokens for row in ordered], dtype=np.float64)
+    work = _Line(until(lengths) - until(shared) + head, until(shared))
+    nodes = _Rectangles(lengths) if padded else _Line(lengths - shared, shared)
+    of_rank = _cut(work, (0, len(ordered)), ranks, math.inf)
+    fewest = [len(_runs(nodes, run, max_tokens)) for run in of_rank]
+    passes = max(fewest, default=0)
+    # Ranks that need all passes first: they say what a pass costs the others at least.
+    chosen: dict[int, list[Run]] = {}
+    slowest = np.zeros(passes)
+    for rank in sorted(range(len(of_rank)), key=lambda rank: -fewest[rank]):
+        options = []
+        for parts in dict.fromkeys((passes, fewest[rank])):
+            runs = sorted(_cut(nodes, of_rank[rank], parts, max_tokens), key=lambda run: -work.cost(*run))
+            costs = np.array([work.cost(*run) for run in runs] + [0.0] * (passes - len(runs)))
+            options.append((np.maximum(slowest, costs), runs))
+        slowest, chosen[rank] = min(options, key=lambda option: float(option[0].sum()))
+    return [[ordered[start:stop] for start, stop in chosen.get(rank, [])] for rank in range(ranks)]
+
+
+Run = tuple[int, int]
+"""Start and stop in a line of rows."""
+
+
+class _Line:
+    """Rows one after the other: what each adds to the run it is in, and what it takes ``again`` where a run begins."""
+
+    def __init__(self, new: NDArray[Any], again: NDArray[Any]) -> None:
+        self._sums: list[float] = [0.0, *np.cumsum(new, dtype=np.float64).tolist()]
+        self._again: list[float] = again.tolist()
+
+    def cost(self, start: int, stop: int) -> float:
+        return self._sums[stop] - self._sums[start] + self._again[start]
+
+    def furthest(self, start: int, most: float) -> int:
+        """Stop of the longest run from ``start`` that costs at most ``most``."""
+        return bisect.bisect_right(self._sums, most + self._sums[start] - self._again[start], lo=start) - 1
+
+
+class _Rectangles:
+    """Rows from long to short, each padded to the first of its run."""
+
+    def __init__(self, lengths: Ints) -> None:
+        self._lengths: list[int] = lengths.tolist()
+
+    def cost(self, start: int, stop: int) -> float:
+        return (stop - start) * self._lengths[start]
+
+    def furthest(self, start: int, most: float) -> int:
+        return start + int(most // self._lengths[start])
+
+
+def _cut(line: _Line | _Rectangles, run: Run, parts: int, most: float) -> list[Run]:
+    """Cut a run into ``parts`` (one row each at least), such that the costliest part costs the least possible. The
+    parts must be enough for ``most`` per part, which is kept to then (if only by rows that are alone)."""
+    start, stop = run
+    if start == stop:
+        return []
+    parts = min(parts, stop - start)
+    low, high = 0.0, min(most, line.cost(start, stop))
+    # A run never costs less than a run inside it, so taking as many rows as fit needs the fewest runs.
+    for _ in range(32):  # exact for nodes: their numbers are whole and far below 2 ** 32
+        middle = (low + high) / 2
+        if len(_runs(line, run, middle)) <= parts:
+            high = middle
+        else:
+            low = middle
+    return _runs(line, run, high, parts)
+
+
+def _runs(line: _Line | _Rectangles, run: Run, most: float, parts: int = 1) -> list[Run]:
+    """From the left, as many rows as cost at most ``most``, or one; but leave a row for each of the ``parts``."""
+    start, stop = run
+    found: list[Run] = []
+    while start < stop:
+        left_over = max(0, parts - len(found) - 1)
+        end = max(start + 1, min(line.furthest(start, most), stop - left_over))
+        found.append((start, end))
+        start = end
+    return found
+
+
+def _sort_key(row: Row) -> tuple[bytes, str, int]:
+    # Big-endian ids compare as bytes in the same order as the sequences of ids. A turn is trained in one row only.
+    at = np.flatnonzero(row.trained)
+    return row.token_ids[: at[-1]].astype(">i4").tobytes(), row.trajectory_id, int(row.turn_ids[at[-1]])
+
+
+def encode_array(value: Any) -> tuple[str, memoryview]:
+    """``enc_hook`` of msgspec for messages that hold rows: an array is (dtype, its bytes)."""
+    if isinstance(value, np.ndarray) and value.ndim == 1 and not value.dtype.hasobject:
+        return value.dtype.str, np.ascontiguousarray(value).data.cast("B")
+    raise NotImplementedError(f"{type(value).__name__} has no place in a message")
+
+
+def decode_array(kind: Any, value: Any) -> NDArray[Any]:
+    """``dec_hook`` of msgspec for the same: the bits that were sent, not writable."""
+    if (get_origin(kind) or kind) is np.ndarray:
+        dtype, data = value
+        return np.frombuffer(data, dtype=np.dtype(dtype))
+    raise NotImplementedError(f"{kind} has no place in a message")
 
 
 def common_prefix(left: Ints, right: Ints) -> int:
     """Number of leading positions at which two rows agree."""
     length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
+    different = left[:length] != right[:length]
+    return int(different.argmax()) if different.any() else length
 
 
 def build_forest(rows: Sequence[Row], *, share: bool) -> Forest:
-    """Lay out one micro-batch of rows in the order of :func:`pack`."""
+    """Lay out one micro-batch of rows in the order of :func:`plan`."""
     inputs = [row.inputs for row in rows]
     path: Ints = np.zeros(0, dtype=np.int64)
     paths, tokens, positions, parents, targets = [], [], [], [], []

@@ -1,10 +1,16 @@
-"""A checkpoint is a Hugging Face model folder plus what training needs to go on exactly; no pickle anywhere.
+"""Checkpoints to go on from: each rank writes and reads its own shards; no pickle anywhere.
 
-    config.json, model.safetensors (float32), tokenizer, chat template    what transformers and inference engines load
-    trainer.json                                                          version, counters, settings
-    trainer/optimizer.safetensors                                         AdamW's moments, "<parameter>.<moment>"
+    trainer.json                            version, counters, settings: see state.py
+    model/*.safetensors                     float32 weights under the module's names
+    optimizer/*.safetensors                 AdamW's moments, "<parameter>.<moment>"
+    rng/rank-<r>.safetensors                random number generators of each rank
+    config.json, tokenizer, chat template   of the model
+    weight_names.json                       names of the weights in the model folder, for an export in that form
 
-The optimizer is in a folder of its own because inference engines load every *.safetensors file beside config.json.
+Weights and moments are in the safetensors layout of torch.distributed.checkpoint: pieces with their offsets, which any
+number of ranks reads. A checkpoint exists under its name when it is complete, and only then: it is written in a hidden
+folder beside it, flushed to disk, and renamed. What transformers and inference engines load, ``export_checkpoint``
+makes of it.
 """
 
 from __future__ import annotations
@@ -12,152 +18,270 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from msgspec import Struct
-from safetensors import safe_open
-from safetensors.torch import save_file
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+from torch.distributed.tensor import DTensor
 
 from molt_sdk.errors import TrainingError
-from trainer_backend.config import TrainerConfig
-from trainer_backend.model import quiet_transformers
-from trainer_backend.optim import MOMENTS, full
+from trainer_backend.loading import (
+    ModelFiles,
+    TensorFiles,
+    aliases,
+    check_fit,
+    empty_model,
+    fill,
+    local_offsets,
+    source_dtype,
+)
+from trainer_backend.optim import MOMENTS, new_state
+from trainer_backend.parallel import local
+from trainer_backend.state import STATE_FILE, TrainerState, load_state, state_json
+from trainer_backend.weights import (
+    dtype_in_files,
+    hidden_directory,
+    is_main_rank,
+    named_buckets,
+    publish,
+    write_model_folder,
+)
 
-STATE_FILE = "trainer.json"
-OPTIMIZER_FILE = "trainer/optimizer.safetensors"
-COPIED = ("*token*", "*.jinja", "vocab*", "merges.txt", "chat_template*", "*processor_config.json", "LICENSE*")
-"""Files of the source model that belong to a model folder and are not weights or config."""
-
-
-class TrainerState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Contents of ``trainer.json``."""
-
-    format: int = 1
-    version: int
-    skipped_steps: int
-    adam_steps: float
-    """Steps that AdamW's moments have seen; 0.0 before the first."""
-    config: TrainerConfig
-
-
-def full_weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-    """(name as in ``state_dict()``, whole CPU tensor) one at a time; of tied names only the first. Every rank must
-    iterate to the end."""
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        whole = full(tensor.detach())
-        # A copy even where nothing changes: what is handed out must not move with the next optimizer step.
-        yield name, whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype, copy=True)
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
 
-def save_checkpoint(
-    directory: str | os.PathLike[str],
-    source: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: TrainerState,
-) -> None:
-    """Write everything to a sibling folder, flush it to disk, then rename: the directory is whole or not there. What
-    stood there before is replaced. Raises OSError."""
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor, in CPU memory, and where in the tensor it begins."""
 
-    def write(folder: Path) -> None:
-        saved: Any = model
-        with quiet_transformers():
-            saved.save_pretrained(folder, state_dict=dict(full_weights(model)))
-        for pattern in COPIED:
-            for file in Path(source).glob(pattern):
-                if file.is_file() and file.suffix != ".safetensors":
-                    shutil.copyfile(file, folder / file.name)
-        (folder / OPTIMIZER_FILE).parent.mkdir()
-        save_file(dict(_moments(model, optimizer)), folder / OPTIMIZER_FILE)
-        # The json module, because msgspec would write an infinite grad_clip as null.
-        (folder / STATE_FILE).write_text(json.dumps(msgspec.to_builtins(state), indent=2) + "\n", encoding="utf-8")
-
-    _atomic_directory(Path(directory), write)
+    block: Tensor
+    offsets: tuple[int, ...]
 
 
-def load_state(directory: str | os.PathLike[str]) -> TrainerState:
-    """Read ``trainer.json``. Raises TrainingError when it is missing or is not one."""
-    path = Path(directory) / STATE_FILE
-    try:
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), TrainerState)
-    except FileNotFoundError as error:
-        raise TrainingError(f"{str(path)!r} does not exist; resume from a folder that the trainer saved") from error
-    except (msgspec.ValidationError, ValueError) as error:
-        raise TrainingError(f"{str(path)!r} is not a trainer state that this release reads: {error}") from error
+@dataclass(frozen=True)
+class Staged:
+    """One rank's part of the state, copied to CPU memory."""
+
+    model: dict[str, Piece]
+    optimizer: dict[str, Piece]
+    rng: dict[str, Tensor]
 
 
-def load_optimizer(
-    directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, adam_steps: float
-) -> None:
-    """Put saved moments back, sharded like their parameters. Raises TrainingError when one does not fit."""
-    if adam_steps == 0.0:
-        return
-    path = Path(directory) / OPTIMIZER_FILE
-    if not path.is_file():
-        raise TrainingError(f"{str(path)!r} does not exist although {STATE_FILE} counts {adam_steps:g} steps")
-    with safe_open(path, framework="pt") as file:
-        stored = set(file.keys())
-        for name, parameter in model.named_parameters():
-            state: dict[str, Tensor] = {"step": torch.tensor(adam_steps, dtype=torch.float32, device=parameter.device)}
+def stage(lm: nn.Module, optimizer: torch.optim.Optimizer) -> Staged:
+    """Copy what this rank holds; training may go on at once. Parameters must be in their sharded state."""
+    model = _tensors(lm)
+    moments: dict[str, Tensor] = {}
+    if adam_steps(optimizer):
+        for name, parameter in _trained(model, optimizer).items():
+            # One that no gradient ever reached has no state of its own yet.
+            state = optimizer.state.get(parameter) or new_state(optimizer, parameter)
+            moments |= {f"{name}.{moment}": state[moment] for moment in MOMENTS}
+    return Staged(model=_pieces(model), optimizer=_pieces(moments), rng=_rng_state())
+
+
+class Saver:
+    """Writes checkpoints in the background, one at a time. Every rank of ``group`` has one and calls the same methods.
+
+    ``group`` is a gloo group of its own, so that what ranks tell each other here never meets training's collectives;
+    None for a single rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, files: ModelFiles) -> None:
+        """``files``: config and tokenizer, which are part of every checkpoint."""
+        self._group = group
+        self._thread: threading.Thread | None = None
+        self._failure = ""
+        self._files = files
+
+    def start(self, directory: str | os.PathLike[str], staged: Staged, state: TrainerState) -> None:
+        """Begin to write a checkpoint, after waiting for an earlier one. A checkpoint that stands at ``directory`` is
+        replaced when the new one is complete."""
+        self.wait()
+        arguments = (Path(directory), staged, state)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="molt-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def failure(self) -> str:
+        """Why a save failed, the same text on all ranks and told once; "" if none did. Ranks may learn of it at
+        different moments: act on what one of them says, or ``wait`` before."""
+        failure, self._failure = self._failure, ""
+        return failure
+
+    def _run(self, target: Path, staged: Staged, state: TrainerState) -> None:
+        try:
+            self._save(target, staged, state)
+        except Exception as error:
+            self._failure = f"the checkpoint {str(target)!r} was not saved: {error}; earlier checkpoints are untouched"
+
+    def _save(self, target: Path, staged: Staged, state: TrainerState) -> None:
+        main = self._rank == 0
+        folder = self._together(lambda: hidden_directory(target) if main else None)
+        try:
+            self._together(lambda: self._write(folder, staged, state))
+            self._together(lambda: publish(folder, target) if main else None)
+        except BaseException:
+            if main:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _write(self, folder: Path, staged: Staged, state: TrainerState) -> None:
+        file = f"rank-{self._rank}.safetensors"
+        for name in (MODEL, OPTIMIZER, RNG):
+            (folder / name).mkdir(exist_ok=True)
+        _write_pieces(folder / MODEL / file, staged.model)
+        _write_pieces(folder / OPTIMIZER / file, staged.optimizer)
+        save_file(staged.rng, folder / RNG / file)
+        if self._rank == 0:
+            for name, content in self._files.items():
+                (folder / name).write_bytes(content)
+            (folder / STATE_FILE).write_text(state_json(state), encoding="utf-8")
+
+    def _together(self, action: Callable[[], Any]) -> Any:
+        """Do ``action`` on every rank; rank 0's result. Raises TrainingError on all ranks if it failed on any."""
+        result, error = None, ""
+        try:
+            result = action()
+        except Exception as raised:
+            error = str(raised) if self._group is None else f"rank {self._rank}: {raised}"
+        everyone: list[Any] = [(result, error)]
+        if self._group is not None:
+            everyone = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, (result, error), group=self._group)
+        if errors := sorted({error for _, error in everyone if error}):
+            raise TrainingError("; ".join(errors))
+        return everyone[0][0]
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group) if self._group is not None else 0
+
+
+def load(directory: str | os.PathLike[str], lm: nn.Module, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Read weights, moments and, at the same number of ranks, random number generators into a model that
+    ``empty_model`` made of ``directory`` or of the model's folder, sharded over any number of ranks and given memory by
+    ``materialize``, and into its optimizer. Nothing here waits for other ranks.
+
+    Raises TrainingError when the folder is no complete checkpoint of this format, a file is damaged, or tensors are
+    missing, unexpected or of another shape.
+    """
+    path = Path(directory)
+    state = load_state(path)
+    tensors = _tensors(lm)
+    weights = _open(path / MODEL, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    trained = _trained(tensors, optimizer)
+    moments = None
+    if state.adam_steps:
+        shapes = {f"{name}.{moment}": tuple(p.shape) for name, p in trained.items() for moment in MOMENTS}
+        moments = _open(path / OPTIMIZER, shapes)
+    for name, tensor in tensors.items():
+        fill(tensor.detach(), partial(weights.read, name))
+    optimizer.state.clear()
+    if moments is not None:
+        for name, parameter in trained.items():
+            slot = new_state(optimizer, parameter, state.adam_steps)
             for moment in MOMENTS:
-                key = f"{name}.{moment}"
-                if key not in stored or list(file.get_slice(key).get_shape()) != list(parameter.shape):
-                    raise TrainingError(f"{str(path)!r} holds no {key!r} of shape {tuple(parameter.shape)}")
-                state[moment] = _like(parameter, file.get_tensor(key))
-            optimizer.state[parameter] = state
+                fill(slot[moment], partial(moments.read, f"{name}.{moment}"))
+            optimizer.state[parameter] = slot
+    _restore_rng(path / RNG)
+    return state
+
+
+def export_checkpoint(
+    directory: str | os.PathLike[str], target: str | os.PathLike[str], dtype: torch.dtype | None = None
+) -> None:
+    """Make a Hugging Face model folder of a checkpoint, in one process and without a trainer; ``dtype`` defaults to
+    that of the source model. Memory: one file of the result. Raises TrainingError, ModelPathError, OSError."""
+    path = Path(directory)
+    load_state(path)
+    lm = empty_model(path)
+    dtype = dtype or source_dtype(path)
+    tensors = _tensors(lm)
+    stored = _open(path / MODEL, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    dtypes = {name: dtype_in_files(lm, name, tensor, dtype) for name, tensor in tensors.items()}
+    buckets = named_buckets(lm, lambda name: stored.whole(name).to(dtypes[name]), lambda name: dtypes[name].itemsize)
+    write_model_folder(target, path, (named for bucket in buckets for named in bucket), dtype)
 
 
 def adam_steps(optimizer: torch.optim.Optimizer) -> float:
     """Steps that AdamW's moments have seen; the same for all parameters, as each step updates all."""
-    return max((float(state["step"]) for state in optimizer.state.values()), default=0.0)
+    return next((float(state["step"]) for state in optimizer.state.values()), 0.0)
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        for moment in MOMENTS:
-            if parameter in optimizer.state:
-                yield f"{name}.{moment}", full(optimizer.state[parameter][moment]).cpu().contiguous()
+def _tensors(lm: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers, tied ones once."""
+    kept = aliases(lm)
+    return {name: tensor for name, tensor in lm.state_dict(keep_vars=True).items() if kept[name] == name}
 
 
-def _like(parameter: Tensor, whole: Tensor) -> Tensor:
-    whole = whole.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-    return whole
+def _trained(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and id(t) in known}
 
 
-def _atomic_directory(target: Path, write: Callable[[Path], None]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    suffix = uuid.uuid4().hex[:8]
-    temporary, previous = (target.with_name(f".{target.name}.{kind}-{suffix}") for kind in ("new", "old"))
-    temporary.mkdir()
+def _pieces(tensors: dict[str, Tensor]) -> dict[str, Piece]:
+    """Copies of what this rank holds; whole tensors are held by all, and written by the first."""
+    pieces = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) or is_main_rank():
+            block = local(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)
+            if block.numel():
+                pieces[name] = Piece(block, local_offsets(tensor))
+    return pieces
+
+
+def _write_pieces(path: Path, pieces: dict[str, Piece]) -> None:
+    """In the layout of torch.distributed.checkpoint's safetensors storage. Its own writer holds Python's lock, and so
+    training, while it puts a file together in memory; this one does neither."""
+    if pieces:
+        layout = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in pieces.items()}
+        metadata = {CUSTOM_METADATA_KEY: json.dumps(layout), "format": "pt"}
+        save_file({name: piece.block for name, piece in pieces.items()}, path, metadata=metadata)
+
+
+def _open(folder: Path, shapes: dict[str, tuple[int, ...]]) -> TensorFiles:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise TrainingError(f"the checkpoint has no {str(folder / '*.safetensors')!r}; resume from another one")
+    stored = TensorFiles(files, TrainingError)
+    check_fit(shapes, stored.shapes(), str(folder), TrainingError)
+    if gaps := stored.with_gaps():
+        raise TrainingError(f"pieces of {gaps[0]!r} are missing in {str(folder)!r}: some of its files are gone")
+    return stored
+
+
+def _rng_state() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_rng(folder: Path) -> None:
+    """Each rank's own; with another number of ranks nothing, as no rank goes on where one has stopped."""
+    grouped = dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    if len(list(folder.glob("rank-*.safetensors"))) != ranks:
+        return
+    path = folder / f"rank-{rank}.safetensors"
     try:
-        write(temporary)
-        for path in (*sorted(temporary.rglob("*")), temporary):
-            _flush(path)
-        if target.exists():
-            target.rename(previous)
-        temporary.rename(target)
-        _flush(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        states = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise TrainingError(f"{str(path)!r} cannot be read: {error}") from error
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

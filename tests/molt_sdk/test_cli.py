@@ -19,6 +19,7 @@ from molt_sdk.fit_config import FitConfig
 from molt_sdk.load import load_agent
 from molt_sdk.show import show_run
 from molt_sdk.testing import ScriptedEngine
+from tests.training import fit, state_hash
 
 AGENT = """
 import molt_sdk as molt
@@ -270,6 +271,38 @@ def test_show_prints_hostile_text_as_text(pocket: str, tmp_path: Path, capsys: p
     assert "exact" in shown
 
 
+def test_export_makes_a_model_of_a_checkpoint(pocket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rewards = iter([0.0, 1.0, 0.5])  # evaluations before the first, after the second and after the last step
+    held_out = [{"prompt": "held out"}]
+
+    def reward(task: molt.Task, t: molt.Trajectory) -> float:
+        return next(rewards) if task.prompt == "held out" else float(len(t.text) % 2)
+
+    config = molt.FitConfig(eval_every=2)
+    fitted = fit(pocket, tmp_path / "run", steps=3, rewards=[reward], eval_tasks=held_out, config=config)
+    assert [c.step for c in fitted.checkpoints] == [2, 3]
+    for flags, step in ([], 3), (["--best"], 2), (["--step", "2"], 2):
+        out = tmp_path / f"model{'-'.join(flags)}"
+        main(["export", str(fitted.dir), str(out), *flags])
+        assert f"the weights after step {step} (version " in capsys.readouterr().out
+        AutoModelForCausalLM.from_pretrained(out)
+    assert state_hash(tmp_path / "model") == state_hash(fitted.dir / "model")
+    assert state_hash(tmp_path / "model--best") == state_hash(tmp_path / "model--step-2")
+    assert state_hash(tmp_path / "model--best") != state_hash(tmp_path / "model")
+    molt.rollout(tasks=held_out, engine=ScriptedEngine(pocket, ["a"]), run_dir=tmp_path / "other")
+    for folder, flags, message in (
+        ("run", ["--step", "1"], "has no checkpoint of step 1; there are those of 2, 3"),
+        ("run", ["--step", "2", "--best"], "exclude each other"),
+        ("run", [], "model exists; name a new folder"),
+        ("other", [], "has no checkpoint"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", str(tmp_path / folder), str(tmp_path / "model"), *flags])
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_fit_eval_rollout_and_show_work_from_the_shell(agent: str, pocket: str, tmp_path: Path) -> None:
     small = ["--model", pocket, "--sampling.max-tokens", "4"]
@@ -285,6 +318,7 @@ def test_fit_eval_rollout_and_show_work_from_the_shell(agent: str, pocket: str, 
     shown = run("show", folder)
     assert shown.returncode == 0
     assert "checkpoint: step 2" in shown.stdout
+    assert f"trained model: {folder}" in shown.stdout.replace("\n", "")
     evaluated = run("eval", agent, *small, "--limit", "3")
     assert evaluated.returncode == 0, evaluated.stderr
     assert "reward/short" in evaluated.stdout

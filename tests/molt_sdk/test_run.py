@@ -49,6 +49,13 @@ def group(position: int, *members: Trajectory, epoch: int = 0) -> TrajectoryGrou
     return TrajectoryGroup(task=members[0].task, position=position, epoch=epoch, trajectories=members)
 
 
+def complete(folder: Path) -> None:
+    """A checkpoint, as far as a run needs to know."""
+    step = int(folder.name.removeprefix("step-"))
+    folder.mkdir(parents=True)
+    (folder / "trainer.json").write_text(f'{{"step": {step}, "version": {step}, "grad_clip": Infinity}}')
+
+
 @pytest.fixture
 async def run(tmp_path: Path) -> Run:
     """Two steps, an evaluation after each, one failure."""
@@ -63,8 +70,8 @@ async def run(tmp_path: Path) -> Run:
         await store.commit_batch(1, ["bb11", "aa22", "aa11"])
         await store.add_metrics(1, {"loss": 0.75, "reward/correct": 0.5})
         for step in (0, 1):
-            await store.add_checkpoint(step, step, store.dir / "checkpoints" / str(step))
-        (store.dir / "checkpoints" / "1").mkdir(parents=True)  # the files of step 0 were deleted since
+            await store.add_checkpoint(step, step, store.dir / "checkpoints" / f"step-{step}")
+        complete(store.dir / "checkpoints" / "step-1")  # the files of step 0 were deleted since
         await store.add_trajectory(trajectory("ee11", split="eval", version=1, reward=0.25), step=1)
         await store.add_group(group(3, trajectory("dd11", position=3, version=1, reward=1.0)))
         await store.commit_batch(2, ["dd11"])
@@ -132,14 +139,14 @@ async def test_the_summary(run: Run) -> None:
     ]
     assert run.batches == {1: ["bb11", "aa22", "aa11"], 2: ["dd11"]}
     (checkpoint,) = run.checkpoints
-    assert (checkpoint.step, checkpoint.version, checkpoint.path) == (1, 1, run.dir / "checkpoints" / "1")
+    assert (checkpoint.step, checkpoint.version, checkpoint.path) == (1, 1, run.dir / "checkpoints" / "step-1")
     assert run.config == {"model": "pocket"}
     assert repr(run) == f"Run({str(run.dir)!r}, 2 steps, 8 trajectories)"
 
 
 async def test_checkpoints_follow_a_run_that_was_moved(run: Run, tmp_path: Path) -> None:
     run.dir.rename(tmp_path / "moved")
-    assert open_run(tmp_path / "moved").checkpoints[0].path == tmp_path / "moved" / "checkpoints" / "1"
+    assert open_run(tmp_path / "moved").checkpoints[0].path == tmp_path / "moved" / "checkpoints" / "step-1"
     assert "unreadable" in repr(run)
 
 

@@ -346,14 +346,20 @@ async def test_a_batch_of_what_cannot_be_trained_is_refused_whole(tmp_path: Path
         assert open_run(store.dir).batches == {1: ["a"]}
 
 
+def complete(folder: Path, step: int) -> Path:
+    """A checkpoint, as far as a run needs to know."""
+    folder.mkdir()
+    (folder / "trainer.json").write_text(json.dumps({"step": step, "version": step, "grad_clip": math.inf}))
+    return folder
+
+
 async def test_discarding_goes_back_to_a_checkpoint_and_keeps_the_rows(tmp_path: Path) -> None:
     async with create(tmp_path / "run") as store:
         for step, ids, version in [(1, ("a1", "a2"), 0), (2, ("b1", "b2"), 0), (3, ("c1", "c2"), 2)]:
             await store.add_group(group(step, *ids, version=version))
             await store.commit_batch(step, ids)
             await store.add_metrics(step, {"loss": float(step)})
-            (store.dir / f"checkpoint-{step}").mkdir()
-            await store.add_checkpoint(step, step, store.dir / f"checkpoint-{step}")
+            await store.add_checkpoint(step, step, complete(store.dir / f"checkpoint-{step}", step))
         await store.add_group(group(4, "d1", version=1))
         await store.add_trajectory(trajectory("e1", version=1, split="eval"), step=1)
         await store.add_trajectory(trajectory("e2", version=1, split="eval"), step=2)
@@ -375,8 +381,7 @@ async def test_discarding_goes_back_to_a_checkpoint_and_keeps_the_rows(tmp_path:
             await store.commit_batch(2, ["c1"])
         await store.commit_batch(2, ["b2", "d1"])
         await store.add_metrics(2, {"loss": 20.0})
-        (tmp_path / "elsewhere").mkdir()
-        await store.add_checkpoint(2, 2, tmp_path / "elsewhere")
+        await store.add_checkpoint(2, 2, complete(tmp_path / "elsewhere", 2))
         assert run.batches == {1: ["a1", "a2"], 2: ["b2", "d1"]}
         assert run.metrics[1] == {"step": 2, "loss": 20.0}
         assert [c.path for c in run.checkpoints] == [store.dir / "checkpoint-1", tmp_path / "elsewhere"]
@@ -384,6 +389,30 @@ async def test_discarding_goes_back_to_a_checkpoint_and_keeps_the_rows(tmp_path:
         await store.discard_after(0)
         assert (run.batches, run.metrics, run.checkpoints) == ({}, [], [])
         assert recorded(store.dir) == ["a1", "a2", "b1", "b2"]  # version 0 only; d1 and e1 hold version 1
+
+
+async def test_what_an_interrupted_run_left_unfinished_is_set_aside(tmp_path: Path) -> None:
+    async with create(tmp_path / "run") as store:
+        await store.add_group(group(0, "a", "failed"))
+        await store.commit_batch(1, ["a"])
+        await store.add_group(group(1, "b"))
+        await store.add_group(group(2, "c"))
+        for step in (0, 1):
+            await store.add_trajectory(trajectory(f"e{step}", split="eval"), step=step)
+        for _ in range(2):
+            await store.discard_uncommitted(2, {0})
+            assert recorded(store.dir) == ["a", "failed", "b", "e0"]
+        await store.discard_uncommitted(0, ())
+        assert recorded(store.dir) == ["a"], "what is in no batch; what is in one stays"
+
+
+async def test_who_trained_a_step_is_on_record(tmp_path: Path) -> None:
+    async with create(tmp_path / "run") as store:
+        run = open_run(store.dir)
+        assert run.fingerprint(1) == {}
+        for after, threads in [(0, 1), (3, 1), (5, 2), (7, 1), (6, 3)]:  # the last one went back to step 6
+            await store.set_trainer(after, {"threads": threads})
+        assert [run.fingerprint(step)["threads"] for step in range(1, 9)] == [1, 1, 1, 1, 1, 2, 3, 3]
 
 
 async def test_metrics_go_to_the_table_and_to_strict_json_lines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,44 @@ def make_group() -> Callable[..., TrajectoryGroup]:
 @pytest.fixture
 def checkpoint_directory(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / "step-1"
+
+
+@pytest.fixture(scope="session")
+def make_groups(
+    make_trajectory: Callable[..., Trajectory], make_group: Callable[..., TrajectoryGroup]
+) -> Callable[..., list[TrajectoryGroup]]:
+    """Random groups that share prompts, one to three turns, forks, temperatures; rewards 0, 1, 4, ... in a group."""
+
+    def make(seed: int = 0, groups: int = 2, size: int = 3) -> list[TrajectoryGroup]:
+        rng = random.Random(seed)
+        system = ids(rng, 5)
+        made = []
+        for position in range(groups):
+            question = ids(rng, 3)
+            members = []
+            for index in range(size):
+                turns = [sampled(rng, system + question, parent=None)]
+                turns += [sampled(rng, ids(rng, rng.randint(0, 4))) for _ in range(rng.randint(0, 2))]
+                if rng.random() < 0.5:
+                    turns.append(sampled(rng, ids(rng, 2), parent=0))
+                members.append(make_trajectory(f"{position}-{index}", turns, float(index**2)))
+            made.append(make_group(members, position))
+        return made
+
+    return make
+
+
+def ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(count)]
+
+
+def sampled(rng: random.Random, context: list[int], **fields: Any) -> dict[str, Any]:
+    completion = ids(rng, rng.randint(1, 6))
+    logprobs = [-5.55 + rng.uniform(-0.3, 0.3) for _ in completion]  # ln(1 / 259) = -5.56: some ratios are clipped
+    return {
+        "context": context,
+        "completion": completion,
+        "logprobs": logprobs,
+        "temperature": rng.choice([0.7, 1.0]),
+        **fields,
+    }

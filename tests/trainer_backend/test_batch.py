@@ -8,14 +8,29 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from molt_sdk.errors import TrainingError
 from molt_sdk.packed import pack_floats
 from molt_sdk.types import Trajectory, TrajectoryGroup
 from trainer_backend.advantage import GRPO
-from trainer_backend.batch import Forest, Row, build_forest, make_row, make_rows, pack
+from trainer_backend.batch import (
+    CostModel,
+    Forest,
+    Row,
+    build_forest,
+    common_prefix,
+    cost_model,
+    decode_array,
+    encode_array,
+    make_row,
+    make_rows,
+    plan,
+)
 
 CENTERED = GRPO(normalize_std=False)
+LINEAR = CostModel(attention=0.0, head=0.0)
 MakeTrajectory = Callable[..., Trajectory]
 MakeGroup = Callable[..., TrajectoryGroup]
 
@@ -44,6 +59,16 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
         trained = rng.sample(range(1, length), rng.randint(1, length - 1))
         rows.append(row(tokens, trained, f"t{index}", [rng.choice([0.5, 1.0]) for _ in range(length)]))
     return rows
+
+
+def micro_batches(rows: list[Row], max_tokens: int, *, share: bool) -> list[list[Row]]:
+    """Those of a single rank."""
+    (found,) = plan(rows, ranks=1, max_tokens=max_tokens, share=share, cost=LINEAR)
+    return found
+
+
+def ids(planned: list[list[list[Row]]]) -> list[list[list[str]]]:
+    return [[[r.trajectory_id for r in batch] for batch in rank] for rank in planned]
 
 
 def targets_of(rows: list[Row]) -> list[tuple[Any, ...]]:
@@ -109,7 +134,7 @@ def test_one_node_at_two_temperatures_is_two_distributions() -> None:
 @pytest.mark.parametrize("budget", [1, 7, 1000])
 def test_forests_hold_exactly_the_trained_tokens_of_their_rows(seed: int, share: bool, budget: int) -> None:
     rows = random_rows(seed)
-    forests = [build_forest(batch, share=share) for batch in pack(rows, budget, share=share)]
+    forests = [build_forest(batch, share=share) for batch in micro_batches(rows, budget, share=share)]
     assert sorted(itertools.chain.from_iterable(map(targets_in, forests))) == targets_of(rows)
     for forest in forests:
         paths = [tuple(path.tolist()) for path in forest.row_nodes]
@@ -121,22 +146,202 @@ def test_forests_hold_exactly_the_trained_tokens_of_their_rows(seed: int, share:
         assert sorted({node for path in paths for node in path}) == list(range(len(forest.token_ids)))
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_packing_does_not_depend_on_the_order_of_rows(share: bool) -> None:
-    rows = random_rows(3)
-    shuffled = random.Random(0).sample(rows, len(rows))
-    packed, again = (
-        [[r.trajectory_id for r in batch] for batch in pack(order, 11, share=share)] for order in (rows, shuffled)
-    )
-    assert packed == again
-
-
 def test_micro_batches_keep_to_the_budget_and_an_oversized_row_stands_alone() -> None:
-    """Inputs have 3, 3 and 9 tokens, of which the first two share 2: 4 nodes together, and the 9 fit nowhere."""
+    """Inputs have 3, 3 and 9 tokens, of which the first two share 2: 4 nodes together, and the 9 fit nowhere. The
+    largest comes first."""
     long, left, right = row([9] * 10, [9], "long"), row([1, 1, 2, 0], [3], "left"), row([1, 1, 3, 0], [3], "right")
-    batches = list(pack([long, left, right], 4, share=True))
-    assert [[r.trajectory_id for r in batch] for batch in batches] == [["left", "right"], ["long"]]
-    assert len(list(pack([long, left, right], 3, share=True))) == 3
+    rows = [long, left, right]
+    assert ids([micro_batches(rows, 4, share=True)]) == [[["long"], ["left", "right"]]]
+    assert len(micro_batches(rows, 3, share=True)) == 3
+    assert len(micro_batches(rows, 4, share=False)) == 3
+
+
+def test_micro_batches_are_evened_out() -> None:
+    """Six rows of two inputs in a budget of 8: as many as fit would be 4 + 2 rows."""
+    rows = [row([i, i, 0], [2], str(i)) for i in range(6)]
+    assert [len(batch) for batch in micro_batches(rows, 8, share=False)] == [3, 3]
+
+
+def test_ranks_are_balanced_by_cost_not_by_rows() -> None:
+    """Inputs of 6, 2, 2 and 2 tokens: the long row is as much work as the others together. With an expensive head it
+    is a row with one trained token like any other."""
+    rows = [row([0] * 7, [6], "long"), *[row([i, i, 0], [2], str(i)) for i in (1, 2, 3)]]
+
+    def of_ranks(cost: CostModel, ranks: int) -> list[list[str]]:
+        planned = plan(rows, ranks=ranks, max_tokens=100, share=True, cost=cost)
+        return [list(itertools.chain.from_iterable(rank)) for rank in ids(planned)]
+
+    assert of_ranks(LINEAR, 2) == [["long"], ["1", "2", "3"]]
+    assert of_ranks(CostModel(attention=0.0, head=100.0), 2) == [["long", "1"], ["2", "3"]]
+    assert of_ranks(CostModel(attention=1.0, head=0.0), 3) == [["long"], ["1", "2"], ["3"]]
+    assert of_ranks(LINEAR, 6) == [["long"], ["1"], ["2"], ["3"], [], []]
+
+
+def test_ranks_get_equally_many_micro_batches() -> None:
+    """Rows of 3 and of 4 inputs, budget 6: the three of 4 have to be alone. The four of 3 fit into two passes, but as
+    there are three anyway, a third makes each one shorter or as long."""
+    rows = [
+        *[row([i, 5, 5, 0], [3], f"three {i}") for i in range(4)],
+        *[row([9, i, 9, 9, 0], [4], f"four {i}") for i in range(3)],
+    ]
+    planned = plan(rows, ranks=2, max_tokens=6, share=False, cost=LINEAR)
+    assert [[len(batch) for batch in rank] for rank in planned] == [[2, 1, 1], [1, 1, 1]]
+
+
+def test_a_long_shared_prefix_is_not_computed_more_often_to_make_counts_equal() -> None:
+    """Rank 1 has a tree with a trunk of 40 nodes: in four passes like rank 0 it would compute the trunk four times."""
+    singles = [row([i, *[0] * 10], [10], str(i)) for i in range(4)]
+    tree = [row([9] * 40 + [i, 0], [41], f"t{i}") for i in range(4)]
+    planned = plan([*singles, *tree], ranks=2, max_tokens=44, share=True, cost=LINEAR)
+    assert [len(rank) for rank in planned] == [1, 1]
+    planned = plan([*singles, *tree], ranks=2, max_tokens=10, share=True, cost=LINEAR)
+    assert [len(rank) for rank in planned] == [4, 4]  # over the budget in any case: alone
+
+
+def test_f58_trajectories_are_split_over_ranks_not_replicated() -> None:
+    rows = [row([i, i, 0], [2], str(i)) for i in range(8)]
+    left, right = ids(plan(rows, ranks=2, max_tokens=100, share=True, cost=LINEAR))
+    assert sorted(left[0] + right[0]) == [str(i) for i in range(8)]
+    assert len(left[0]) == len(right[0]) == 4
+
+
+def test_no_rows_are_no_micro_batches() -> None:
+    assert plan([], ranks=3, max_tokens=10, share=True, cost=LINEAR) == [[], [], []]
+
+
+def test_padded_micro_batches_count_the_padding() -> None:
+    """Inputs of 6, 5, 2 and 1 tokens, budget 12: 2 x 6 and 2 x 2. Without padding, 6 + 5 + 1 would fit."""
+    rows = [row([i] * (length + 1), [length], str(length)) for i, length in enumerate((2, 6, 1, 5))]
+    (planned,) = ids(plan(rows, ranks=1, max_tokens=12, share=False, padded=True, cost=LINEAR))
+    assert planned == [["6", "5"], ["2", "1"]]
+    with pytest.raises(ValueError, match="padded"):
+        plan(rows, ranks=1, max_tokens=12, share=True, padded=True, cost=LINEAR)
+
+
+tokens_and_masks = st.lists(st.integers(0, 2), min_size=2, max_size=9).flatmap(
+    lambda tokens: st.tuples(st.just(tokens), st.sets(st.integers(1, len(tokens) - 1), min_size=1))
+)
+
+
+@st.composite
+def problems(draw: Any, most_rows: int = 14) -> tuple[list[Row], dict[str, Any]]:
+    """Rows that share prefixes, repeat and contain each other, and the other arguments of ``plan``."""
+    drawn = draw(st.lists(tokens_and_masks, min_size=1, max_size=most_rows))
+    rows = [row(tokens, sorted(trained), f"t{index}") for index, (tokens, trained) in enumerate(drawn)]
+    share = draw(st.booleans())
+    costs = st.sampled_from([0.0, 0.25, 3.0])
+    return rows, {
+        "ranks": draw(st.integers(1, 5)),
+        "max_tokens": draw(st.sampled_from([1, 5, 12, 1000])),
+        "share": share,
+        "padded": not share and draw(st.booleans()),
+        "cost": CostModel(attention=draw(costs), head=draw(costs)),
+    }
+
+
+def work_of(rows: list[Row], cost: CostModel, *, share: bool) -> float:
+    """Counted on the forest of the rows: each node, each node that it sees, each trained token."""
+    ordered = [r for batch in micro_batches(rows, 10**9, share=share) for r in batch]
+    forest = build_forest(ordered, share=share)
+    return float(
+        len(forest.token_ids) + cost.attention * (forest.positions + 1).sum() + cost.head * len(forest.target_token)
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.randoms(use_true_random=False))
+def test_each_row_is_in_one_micro_batch_within_the_budget_in_any_order(
+    problem: tuple[list[Row], dict[str, Any]], rng: random.Random
+) -> None:
+    rows, arguments = problem
+    planned = plan(rows, **arguments)
+    assert len(planned) == arguments["ranks"]
+    batches = list(itertools.chain.from_iterable(planned))
+    assert sorted(r.trajectory_id for batch in batches for r in batch) == sorted(r.trajectory_id for r in rows)
+    assert [bool(rank) for rank in planned] == [index < len(rows) for index in range(arguments["ranks"])]
+    for batch in batches:
+        if arguments["padded"]:
+            nodes = len(batch) * max(len(r.inputs) for r in batch)
+        else:
+            nodes = len(build_forest(batch, share=arguments["share"]).token_ids)
+        assert nodes <= arguments["max_tokens"] or len(batch) == 1
+    shuffled = rng.sample(rows, len(rows))
+    assert ids(plan(shuffled, **arguments)) == ids(planned)
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(most_rows=7))
+def test_no_cut_of_the_sorted_rows_has_a_lower_largest_cost(problem: tuple[list[Row], dict[str, Any]]) -> None:
+    """Tried all; and with a bound that holds at any size: the mean of one tree, a row, and a prefix once more."""
+    rows, arguments = problem
+    cost, share, ranks = arguments["cost"], arguments["share"], arguments["ranks"]
+    if arguments["padded"]:
+        order = [r for (batch,) in plan(rows, **{**arguments, "ranks": len(rows)}) for r in batch]
+    else:
+        order = [r for batch in micro_batches(rows, 10**9, share=share) for r in batch]
+    parts = min(ranks, len(order))
+    largest = max(
+        work_of([r for batch in rank for r in batch], cost, share=share) for rank in plan(rows, **arguments)[:parts]
+    )
+    cuts = itertools.combinations(range(1, len(order)), parts - 1)
+    best = min(
+        max(work_of(order[start:stop], cost, share=share) for start, stop in itertools.pairwise([0, *cut, len(order)]))
+        for cut in cuts
+    )
+    assert largest == pytest.approx(best)
+    rows_alone = [work_of([r], cost, share=share) for r in rows]
+    assert largest <= work_of(rows, cost, share=share) / ranks + 2 * max(rows_alone) + 1e-6
+
+
+def greedy(rows: list[Row], max_tokens: int, *, share: bool) -> int:
+    """Micro-batches when each row goes into the current one if it fits."""
+    count, nodes, last = 0, max_tokens, None
+    for r in sorted(rows, key=lambda r: (r.inputs.tolist(), r.trajectory_id)):
+        length = len(r.inputs)
+        new = length - (common_prefix(last.inputs, r.inputs) if last is not None and share else 0)
+        if last is None or nodes + new > max_tokens:
+            count, nodes, new = count + 1, 0, length
+        nodes, last = nodes + new, r
+    return count
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems())
+def test_as_few_micro_batches_as_the_budget_allows(problem: tuple[list[Row], dict[str, Any]]) -> None:
+    rows, arguments = problem
+    budget, share = arguments["max_tokens"], arguments["share"]
+    assert len(micro_batches(rows, budget, share=share)) <= greedy(rows, budget, share=share)
+
+
+def test_cost_model_by_hand() -> None:
+    """2 layers of width 8 (hidden 8, one head of 8): 100 parameters are 200 FLOPs a node; each node seen takes 2 * 8
+    for the score and 2 * 8 for the value in both layers: 64; a head of 50 tokens 2 * 8 * 50 = 800."""
+    cost = cost_model(hidden=8, layers=2, attention_width=8, vocab=50, parameters=100)
+    assert (cost.attention, cost.head) == (64 / 200, 800 / 200)
+
+
+class Message(msgspec.Struct):
+    batches: list[list[Row]]
+    name: str
+
+
+def test_rows_cross_a_process_border_bit_by_bit() -> None:
+    strange = np.array([-0.0, np.inf, 1e-45, 3.4028235e38], dtype=np.float32)
+    sent = msgspec.structs.replace(random_rows(0, 1)[0], rollout_logprobs=strange, token_ids=np.arange(20)[::5])
+    frame = msgspec.msgpack.Encoder(enc_hook=encode_array).encode(Message([[sent], []], "x"))
+    message = msgspec.msgpack.Decoder(Message, dec_hook=decode_array).decode(frame)
+    ((received,), empty) = message.batches
+    assert (empty, message.name, received.trajectory_id) == ([], "x", sent.trajectory_id)
+    for name in ("token_ids", "trained", "turn_ids", "rollout_logprobs", "temperatures", "advantages"):
+        before, after = getattr(sent, name), getattr(received, name)
+        assert (after.dtype, after.tobytes()) == (before.dtype, before.tobytes())
+
+
+def test_only_arrays_are_encoded_beside_what_msgspec_knows() -> None:
+    encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+    for value in (object(), np.array([object()]), np.float32(1.0)):
+        with pytest.raises((NotImplementedError, TypeError), match="message"):
+            encoder.encode([value])
 
 
 def test_f49_baseline_counts_trajectories_not_turns(make_trajectory: MakeTrajectory, make_group: MakeGroup) -> None:
@@ -219,7 +424,7 @@ def test_f73_a_completion_of_one_token_is_trained(make_trajectory: MakeTrajector
         make_trajectory("short", [{"context": [1], "completion": [0]}], 0.0),
         make_trajectory("long", [{"context": [1], "completion": [2, 3, 0]}], 1.0),
     ]
-    (batch,) = pack(make_rows([make_group(members)], CENTERED), 100, share=True)
+    (batch,) = micro_batches(make_rows([make_group(members)], CENTERED), 100, share=True)
     forest = build_forest(batch, share=True)
     assert sorted(zip(forest.target_token.tolist(), forest.advantages.tolist(), strict=True)) == [
         (0, -0.5),
@@ -238,7 +443,7 @@ def test_f76_rows_keep_their_values_in_any_order(make_trajectory: MakeTrajectory
         for i in range(4)
     ]
     rows = make_rows([make_group(members)], CENTERED)
-    (packed,) = pack([rows[i] for i in (2, 0, 3, 1)], 100, share=True)
+    (packed,) = micro_batches([rows[i] for i in (2, 0, 3, 1)], 100, share=True)
     assert [r.trajectory_id for r in packed] == ["3", "2", "1", "0"]
     for r in packed:
         i = int(r.trajectory_id)

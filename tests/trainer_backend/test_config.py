@@ -29,12 +29,33 @@ from trainer_backend.loss import PPOClip
         ("max_tokens_per_microbatch", 0),
         ("device", "tpu"),
         ("device", "cuda:x"),
+        ("warmup_steps", -1),
+        ("schedule", "exponential"),
+        ("decay_steps", 0),
+        ("min_lr_ratio", 1.5),
+        ("min_lr_ratio", float("nan")),
+        ("ranks", 0),
+        ("offload", "disk"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_field(field: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         TrainerConfig(**{field: value})
     assert f"{field}={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("warmup_steps=11", {"schedule": "linear", "decay_steps": 10, "warmup_steps": 11}),
+        ("decay_steps=10", {"decay_steps": 10}),
+        ("min_lr_ratio=0.1", {"min_lr_ratio": 0.1}),
+        ("device='cuda:1'", {"ranks": 2, "device": "cuda:1"}),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(field: str, other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=field):
+        TrainerConfig(**other)
 
 
 @pytest.mark.parametrize(("field", "value"), [("clip_low", 1.0), ("clip_low", -0.1), ("clip_high", float("inf"))])
@@ -45,6 +66,10 @@ def test_a_wrong_clip_bound_is_named(field: str, value: float) -> None:
 
 def test_config_round_trips_and_unknown_keys_are_refused() -> None:
     config = TrainerConfig(learning_rate=1e-5, advantage=GRPO(normalize_std=False), loss=PPOClip(clip_high=0.3))
+    assert msgspec.json.decode(msgspec.json.encode(config), type=TrainerConfig) == config
+    config = TrainerConfig(
+        schedule="cosine", warmup_steps=2, decay_steps=9, min_lr_ratio=0.1, ranks=2, offload="optimizer"
+    )
     data = msgspec.json.encode(config)
     assert msgspec.json.decode(data, type=TrainerConfig) == config
     with pytest.raises(msgspec.ValidationError, match="norm_by_std"):

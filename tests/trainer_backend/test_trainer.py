@@ -1,111 +1,31 @@
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from molt_sdk.errors import ConfigError, ModelPathError, TrainingError
 from molt_sdk.types import Trajectory, TrajectoryGroup
+from tests.trainer_backend.reference import EXACT, READABLE, assert_gradients, gradient_of, hash_of, norm_of, reference
 from trainer_backend.advantage import GRPO
 from trainer_backend.config import TrainerConfig
 from trainer_backend.loss import PPOClip
-from trainer_backend.trainer import NO_SIGNAL, NO_TRAINED_TOKENS, NON_FINITE, StepCancelled, StepResult, Trainer
+from trainer_backend.model import decoder_blocks
+from trainer_backend.optim import OffloadedAdamW
+from trainer_backend.rank import Rank
+from trainer_backend.trainer import NO_SIGNAL, NO_TRAINED_TOKENS, NON_FINITE, SaveError, StepCancelled, Trainer
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeGroup = Callable[..., TrajectoryGroup]
 MakeGroups = Callable[..., list[TrajectoryGroup]]
-
-EXACT: dict[str, Any] = {"compute_dtype": "float32", "grad_clip": math.inf}
-VOCABULARY = 259
-
-
-@pytest.fixture(scope="session")
-def make_groups(make_trajectory: MakeTrajectory, make_group: MakeGroup) -> MakeGroups:
-    """Random groups that share prompts, one to three turns, forks, temperatures; rewards 0, 1, 4, ... in a group."""
-
-    def make(seed: int = 0, groups: int = 2, size: int = 3) -> list[TrajectoryGroup]:
-        rng = random.Random(seed)
-        system = ids(rng, 5)
-        made = []
-        for position in range(groups):
-            question = ids(rng, 3)
-            members = []
-            for index in range(size):
-                turns = [sampled(rng, system + question, parent=None)]
-                turns += [sampled(rng, ids(rng, rng.randint(0, 4))) for _ in range(rng.randint(0, 2))]
-                if rng.random() < 0.5:
-                    turns.append(sampled(rng, ids(rng, 2), parent=0))
-                members.append(make_trajectory(f"{position}-{index}", turns, float(index**2)))
-            made.append(make_group(members, position))
-        return made
-
-    return make
-
-
-def ids(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(256) for _ in range(count)]
-
-
-def sampled(rng: random.Random, context: list[int], **fields: Any) -> dict[str, Any]:
-    completion = ids(rng, rng.randint(1, 6))
-    logprobs = [-5.55 + rng.uniform(-0.3, 0.3) for _ in completion]  # ln(1 / 259) = -5.56: some ratios are clipped
-    return {
-        "context": context,
-        "completion": completion,
-        "logprobs": logprobs,
-        "temperature": rng.choice([0.7, 1.0]),
-        **fields,
-    }
-
-
-def hash_of(trainer: Trainer) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in trainer.weights():
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def gradient_of(
-    trainer: Trainer, groups: Sequence[TrajectoryGroup], folder: Path
-) -> tuple[StepResult, dict[str, Tensor]]:
-    """The gradient of a first step, read from its checkpoint: with beta1 = 0 AdamW's first moment is the gradient."""
-    result = trainer.step(groups)
-    trainer.save(folder)
-    moments = load_file(folder / "trainer" / "optimizer.safetensors")
-    return result, {name.removesuffix(".exp_avg"): t for name, t in moments.items() if name.endswith(".exp_avg")}
-
-
-def reference(model: str, groups: Sequence[TrajectoryGroup]) -> tuple[float, dict[str, Tensor], int]:
-    """Loss, gradients and trained tokens by the definition: float64, one plain forward pass per sample, no packing."""
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for group in groups:
-        rewards = [t.reward for t in group.scored]
-        mean = sum(rewards) / len(rewards)
-        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
-        for trajectory in group.scored:
-            advantage = (trajectory.reward - mean) / std
-            for sample in trajectory.samples():
-                logits = policy(torch.tensor([sample.token_ids])).logits[0]
-                for at in range(len(sample)):
-                    if sample.loss_mask[at]:
-                        scaled = logits[at - 1] / sample.temperatures[at]
-                        ratio = (scaled.log_softmax(-1)[sample.token_ids[at]] - sample.rollout_logprobs[at]).exp()
-                        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                        count += 1
-    (total / count).backward()
-    return total.item() / count, {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}, count
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -122,14 +42,8 @@ def test_loss_and_gradient_equal_an_unpacked_float64_reference(
     result, found = gradient_of(Trainer(pocket, config), groups, tmp_path / "out")
     assert result.trained_tokens == result.computed_tokens == count
     assert result.loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
-    assert result.grad_norm == pytest.approx(
-        math.sqrt(sum(float(g.square().sum()) for g in gradients.values())), rel=1e-5
-    )
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            found[name].double(), gradient, rtol=1e-3, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert result.grad_norm == pytest.approx(norm_of(gradients), rel=1e-5)
+    assert_gradients(found, gradients)
 
 
 def test_tree_and_chain_differ_only_in_what_they_compute(pocket: str, make_groups: MakeGroups) -> None:
@@ -192,9 +106,19 @@ def test_f47_groups_without_signal_count_in_the_denominator_and_pull_nothing(
     """Group A: equal rewards, 8 tokens. Group B: rewards 1 and 0, 4 tokens. Loss and gradient of both together are
     those of B alone times 4 / 12, and nothing of A is computed."""
     rng = random.Random(1)
-    group_a = make_group([make_trajectory(i, [{"context": [5], "completion": ids(rng, 4)}], 1.0) for i in "ab"])
+    group_a = make_group(
+        [
+            make_trajectory(i, [{"context": [5], "completion": [rng.randrange(256) for _ in range(4)]}], 1.0)
+            for i in "ab"
+        ]
+    )
     group_b = make_group(
-        [make_trajectory(i, [{"context": [6], "completion": ids(rng, 2)}], float(i == "c")) for i in "cd"]
+        [
+            make_trajectory(
+                i, [{"context": [6], "completion": [rng.randrange(256) for _ in range(2)]}], float(i == "c")
+            )
+            for i in "cd"
+        ]
     )
     config = TrainerConfig(betas=(0.0, 0.999), **EXACT)
     both, both_gradient = gradient_of(Trainer(pocket, config), [group_a, group_b], tmp_path / "both")
@@ -300,15 +224,16 @@ def test_f74_small_updates_are_not_swallowed(pocket: str, make_groups: MakeGroup
 def test_f116_tied_weights_stay_tied_and_get_both_gradients(
     pocket: str, make_groups: MakeGroups, tmp_path: Path
 ) -> None:
-    """The gradient of the one tensor is that of the float64 model, in which embedding and head add up; the checkpoint
-    loads with both names equal, and ``weights`` gives the tensor once."""
+    """The gradient of the one tensor is that of the float64 model, in which embedding and head add up; the exported
+    model loads with both names equal, and ``weights`` gives the tensor once."""
     trainer = Trainer(pocket, TrainerConfig(learning_rate=1e-2, betas=(0.0, 0.999), **EXACT))
     _, gradients, _ = reference(pocket, make_groups())
     _, found = gradient_of(trainer, make_groups(), tmp_path / "out")
     name = "model.embed_tokens.weight"
     torch.testing.assert_close(found[name].double(), gradients[name], rtol=1e-3, atol=2e-6)
     assert [n for n, _ in trainer.weights() if "lm_head" in n or "embed" in n] == [name]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    trainer.export(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(loaded.lm_head.weight, dict(trainer.weights())[name])
     assert torch.equal(loaded.model.embed_tokens.weight, loaded.lm_head.weight)
 
@@ -330,7 +255,7 @@ def test_gradient_is_clipped_by_its_global_norm(pocket: str, make_groups: MakeGr
     config = TrainerConfig(betas=(0.0, 0.999), compute_dtype="float32", grad_clip=1e-3)
     result, gradient = gradient_of(Trainer(pocket, config), make_groups(), tmp_path / "out")
     assert result.grad_norm > 1e-3
-    assert math.sqrt(sum(float(g.square().sum()) for g in gradient.values())) == pytest.approx(1e-3, rel=1e-2)
+    assert norm_of(gradient) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_training_raises_the_probability_of_what_was_rewarded(
@@ -421,26 +346,25 @@ def test_bad_input_is_an_error_that_names_it(
         Trainer(pocket, TrainerConfig()).step([make_group([foreign])])
 
 
-def test_layout_tree_is_refused_and_auto_falls_back_where_the_check_fails(
-    pocket: str, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The measurement is replaced, because every model that is small enough for a test passes it."""
-    from trainer_backend import trainer as module
-    from trainer_backend.model import LayoutCheck
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_a_recurrent_model_is_trained_on_padded_rows(make_groups: MakeGroups, tmp_path: Path, budget: int) -> None:
+    """State runs along the sequence, so no two rows may stand in one. The check finds that out, not a list of names."""
+    from transformers import MambaConfig, MambaForCausalLM
 
-    def failing(tree: float, chain: float) -> Callable[..., LayoutCheck]:
-        return lambda *_: LayoutCheck(tree=tree, chain=chain, wrong=1.0, dtype=torch.float32)
-
-    monkeypatch.setattr(module, "check_layouts", failing(0.5, 1e-6))
-    with pytest.raises(TrainingError, match=r"layout='tree', but .*5\.00e-01"):
-        Trainer(pocket, TrainerConfig(layout="tree"))
-    trainer = Trainer(pocket, TrainerConfig(layout="auto"))
-    assert trainer.layout == "chain"
-    result = trainer.step(make_groups())
+    torch.manual_seed(0)
+    size = {"vocab_size": 259, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 2}
+    MambaForCausalLM(MambaConfig(**size)).save_pretrained(tmp_path / "mamba")
+    groups, model = make_groups(1), str(tmp_path / "mamba")
+    trainer = Trainer(model, TrainerConfig(max_tokens_per_microbatch=budget, **READABLE))
+    assert trainer.layout == "padded"
+    loss, gradients, count = reference(model, groups)
+    result, found = gradient_of(trainer, groups, tmp_path / "out")
     assert result.distinct_tokens == result.flat_tokens
-    monkeypatch.setattr(module, "check_layouts", failing(0.5, 0.5))
-    with pytest.raises(TrainingError, match="cannot be trained here"):
-        Trainer(pocket, TrainerConfig(layout="chain"))
+    assert result.computed_tokens == count
+    assert result.loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert_gradients(found, gradients)
+    with pytest.raises(TrainingError, match=r"layout='tree', but .*MambaForCausalLM"):
+        Trainer(model, TrainerConfig(layout="tree"))
 
 
 def test_settings_of_the_algorithms_reach_the_step(pocket: str, make_groups: MakeGroups) -> None:
@@ -456,3 +380,107 @@ def test_settings_of_the_algorithms_reach_the_step(pocket: str, make_groups: Mak
     assert narrow.metrics["clip_fraction"] > plain.metrics["clip_fraction"] > 0.0
     # Rewards 0, 1, 4: mean 5/3, variance (25 + 4 + 49) / 27 = 26 / 9.
     assert raw.grad_norm == pytest.approx(plain.grad_norm * math.sqrt(26) / 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory_is_tried_again_with_smaller_micro_batches(
+    pocket: str, make_groups: MakeGroups, tmp_path: Path, where: str
+) -> None:
+    """In the middle of a pass, where gradients of some layers are there already. The step is as if it had not been."""
+    groups, config = make_groups(3, groups=3), TrainerConfig(max_tokens_per_microbatch=100, **READABLE)
+    trainer, plain = Trainer(pocket, config), Trainer(pocket, config)
+    run_out_of_memory(trainer, where, above=60)
+    result, found = gradient_of(trainer, groups, tmp_path / "retried")
+    expected, gradients = gradient_of(plain, groups, tmp_path / "plain")
+    assert result.microbatches > expected.microbatches
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+    assert trainer.step(groups).microbatches == result.microbatches  # it has learnt what fits
+
+
+def test_out_of_memory_twice_says_what_to_lower(pocket: str, make_groups: MakeGroups) -> None:
+    trainer = Trainer(pocket, TrainerConfig(learning_rate=1e-3, **EXACT))
+    before = hash_of(trainer)
+    run_out_of_memory(trainer, "forward", above=0)
+    with pytest.raises(TrainingError, match=r"micro-batches of 2048 tokens .*max_tokens_per_microbatch.*more ranks"):
+        trainer.step(make_groups())
+    assert (hash_of(trainer), trainer.version) == (before, 0)
+
+
+def run_out_of_memory(trainer: Trainer, where: str, *, above: int) -> None:
+    """Let the first block fail as an allocator does, in passes of more than ``above`` tokens."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def after(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if output.shape[1] > above and output.requires_grad:
+            fail() if where == "forward" else output.register_hook(fail)
+
+    assert isinstance(trainer._ranks, Rank)
+    decoder_blocks(trainer._ranks._lm)[0].mlp.register_forward_hook(after)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": True},
+        {"offload": "optimizer"},
+        {"offload": "parameters"},
+        {"activation_checkpointing": True, "offload": "parameters"},
+    ],
+    ids=str,
+)
+def test_what_saves_memory_changes_no_bit(pocket: str, make_groups: MakeGroups, settings: dict[str, Any]) -> None:
+    plain, saving = (Trainer(pocket, TrainerConfig(learning_rate=1e-3, **more)) for more in ({}, settings))
+    passes = [count_passes(plain), count_passes(saving)]
+    for seed in range(2):
+        assert plain.step(make_groups(seed)).loss == saving.step(make_groups(seed)).loss
+    assert hash_of(plain) == hash_of(saving)
+    again = 2 if settings.get("activation_checkpointing") else 1
+    assert len(passes[1]) == again * len(passes[0]) > 0
+    assert isinstance(saving._ranks, Rank)
+    assert isinstance(saving._ranks._optimizer, OffloadedAdamW) == (settings.get("offload") == "optimizer")
+
+
+def count_passes(trainer: Trainer) -> list[None]:
+    """Grows with every forward pass of the first block's MLP."""
+    found: list[None] = []
+    assert isinstance(trainer._ranks, Rank)
+    block = decoder_blocks(trainer._ranks._lm)[0]
+    block.mlp.register_forward_pre_hook(lambda *_: found.append(None))
+    return found
+
+
+def test_the_learning_rate_follows_completed_steps_and_survives_a_resume(
+    pocket: str, make_trajectory: MakeTrajectory, make_group: MakeGroup, make_groups: MakeGroups, tmp_path: Path
+) -> None:
+    """Warm-up over two steps to 1e-3, then in a line to 0 at step 4. A skipped step does not move it."""
+    config = TrainerConfig(learning_rate=1e-3, warmup_steps=2, schedule="linear", decay_steps=4, **EXACT)
+    equal = make_group([make_trajectory(i, [{"context": [1], "completion": [2]}], 1.0) for i in "ab"])
+    trainer = Trainer(pocket, config)
+    rates = [trainer.step(groups).learning_rate for groups in (make_groups(0), [equal], make_groups(1), make_groups(2))]
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3])
+    trainer.save(tmp_path / "step-4")
+    trainer.wait_saved()
+    resumed = Trainer.load(tmp_path / "step-4")
+    for _ in range(2):
+        assert trainer.step(make_groups(3)).learning_rate == resumed.step(make_groups(3)).learning_rate
+    assert trainer.step(make_groups(4)).learning_rate == 0.0
+    resumed.step(make_groups(4))
+    assert hash_of(trainer) == hash_of(resumed)
+
+
+def test_f113_a_save_that_fails_in_the_background_is_raised_once_and_training_can_go_on(
+    pocket: str, make_groups: MakeGroups, tmp_path: Path
+) -> None:
+    trainer = Trainer(pocket, TrainerConfig(learning_rate=1e-3, **EXACT))
+    (tmp_path / "file").touch()
+    trainer.save(tmp_path / "file" / "step-1")  # a folder cannot be made inside a file
+    with pytest.raises(SaveError, match="step-1"):
+        trainer.wait_saved()
+    trainer.step(make_groups())
+    trainer.save(tmp_path / "step-1")
+    trainer.wait_saved()
+    assert hash_of(Trainer.load(tmp_path / "step-1")) == hash_of(trainer)
