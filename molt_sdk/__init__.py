@@ -22,6 +22,7 @@ from molt_sdk.errors import (
     StoreError,
     TemplateError,
     TrainingError,
+    TrainingMemoryError,
 )
 from molt_sdk.evaluate import Evaluation, aevaluate, arollout, evaluate, rollout
 from molt_sdk.explain import Explanation, Segment
@@ -75,6 +76,7 @@ __all__ = [
     "TemplateError",
     "ToolCall",
     "TrainingError",
+    "TrainingMemoryError",
     "Trajectory",
     "TrajectoryGroup",
     "Turn",

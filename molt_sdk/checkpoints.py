@@ -74,7 +74,7 @@ class Checkpoints:
         try:
             await self._call(self._trainer.wait_saved)
             if read_checkpoint(self._saving.path) is None:
-                raise TrainingError("it did not appear there")
+                raise TrainingError(f"the checkpoint {str(self._saving.path)!r} was written, but is not there")
         except Exception as error:
             self.failed(error)
             return
@@ -97,13 +97,9 @@ class Checkpoints:
         lost, self._saving = self._saving, None
         if lost is None:
             raise error
-        message = (
-            f"the weights after step {lost.step} could not be saved to {lost.path}: {error}. Earlier checkpoints are "
-            "whole"
-        )
         if self._on_error == "stop":
-            raise TrainingError(f"{message}; free some space and resume") from error
-        logger.error("{}; the run goes on and tries again when the next one is due (on_save_error='warn')", message)
+            raise TrainingError(f"{error}; free some space and resume") from error
+        logger.error("{}; the run goes on and tries again when the next one is due (on_save_error='warn')", error)
 
     async def prune(self) -> None:
         """Delete all but the newest and the best one. Called by :meth:`wait`; after an evaluation, another may be the

@@ -13,6 +13,7 @@ MoltError
 │   └── EngineReplyError     the engine's reply is malformed (missing or NaN logprobs, wrong lengths)
 ├── StoreError               a run directory cannot be used as asked
 ├── TrainingError            the trainer cannot go on
+│   └── TrainingMemoryError  a training step does not fit into memory
 └── RunFailedError           every rollout failed; carries the first root error
 """
 
@@ -69,6 +70,10 @@ class StoreError(MoltError):
 
 class TrainingError(MoltError):
     """The trainer cannot go on."""
+
+
+class TrainingMemoryError(TrainingError):
+    """A training step does not fit into memory."""
 
 
 class RunFailedError(MoltError):

@@ -34,9 +34,16 @@ from molt_sdk.errors import (
     RunFailedError,
     StoreError,
     TrainingError,
+    TrainingMemoryError,
 )
 from molt_sdk.evaluate import Evaluation, FirstFailures, run_tasks
-from molt_sdk.fit_config import FitConfig, changed_settings, merge_keywords, trainer_config
+from molt_sdk.fit_config import (
+    FitConfig,
+    changed_settings,
+    merge_keywords,
+    smaller_microbatches,
+    trainer_config,
+)
 from molt_sdk.loop import blocking, plain_errors
 from molt_sdk.model import check_trainable
 from molt_sdk.progress import Display, Tracker, Trackers
@@ -157,8 +164,20 @@ async def afit(
     job = None
     try:
         job = _Job(agent, config, renderer, store, held_out, trackers)
-        with plain_errors():
-            await job.run(live)
+        try:
+            with plain_errors():
+                await job.run(live)
+        except TrainingMemoryError as error:
+            # One rank tries again by itself. Several cannot, as the others wait for it in the middle of a pass: the run
+            # starts over from its newest checkpoint.
+            if config.trainer.ranks == 1 or not agent.tasks.restartable:
+                raise
+            config = smaller_microbatches(config)
+            job = _Job(agent, config, renderer, store, held_out, trackers)
+            tokens = config.trainer.max_tokens_per_microbatch
+            job.display.note(f"{error}\nresuming once with trainer.max_tokens_per_microbatch={tokens}")
+            with plain_errors():
+                await job.run(live)
     finally:
         with anyio.CancelScope(shield=True):
             await store.close()
@@ -268,6 +287,8 @@ class _Job:
 
     async def _save_at_exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Save the last completed weights; after an error, that error is the one to report."""
+        if not self.trainer.alive:
+            return
         try:
             await self.checkpoints.finish(self.step, self.position)
         except MoltError as failure:

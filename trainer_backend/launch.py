@@ -26,11 +26,16 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from molt_sdk.errors import ConfigError, ModelPathError, MoltError, TrainingError
+from molt_sdk.errors import ConfigError, ModelPathError, MoltError, TrainingError, TrainingMemoryError
 from trainer_backend import wire
 from trainer_backend.state import TrainerState
 from trainer_backend.wire import Outcome, Ready, Setup, Work
 
+ADVICE = (
+    "Lower trainer.max_tokens_per_microbatch or the length of episodes, set trainer.activation_checkpointing=True or "
+    "trainer.offload, or use more ranks"
+)
+"""What helps when a step does not fit into memory."""
 GRACE = 10.0
 """Seconds that processes get to end by themselves before they are killed."""
 _KNOWN: dict[str, type[MoltError]] = {error.__name__: error for error in (ConfigError, ModelPathError, TrainingError)}
@@ -230,10 +235,10 @@ class Launched:
             rank, failed = next(iter(failures.items()))
             if failed.error in _KNOWN:
                 raise _KNOWN[failed.error](failed.message)
-            raise TrainingError(
-                f"rank {rank} of {self.ranks} failed: {failed.error}: {failed.message}{_advice(failed)}\n"
-                f"{failed.traceback}"
-            )
+            what = f"rank {rank} of {self.ranks} failed: {failed.error}: {failed.message}"
+            if failed.out_of_memory:
+                raise TrainingMemoryError(f"{what}. {ADVICE}")
+            raise TrainingError(f"{what}\n{failed.traceback}")
         tail = self._log_tail()
         first = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", tail, re.DOTALL)
         rank, code = (int(first[1]), int(first[2])) if first else (rank, 1)
@@ -277,12 +282,3 @@ def _own_failures(last: dict[int, wire.Reply | None]) -> dict[int, wire.Failed]:
 def _cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _advice(failed: wire.Failed) -> str:
-    if failed.error != "OutOfMemoryError":
-        return ""
-    return (
-        ". Lower trainer.max_tokens_per_microbatch, set trainer.activation_checkpointing=True or trainer.offload, or "
-        "use more ranks; then resume the run"
-    )

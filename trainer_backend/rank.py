@@ -224,6 +224,11 @@ class _Tally:
         )
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """On the CPU it is a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _idle_forest() -> Forest:
     """The least that runs through every parameter: one token from which another one is predicted, without advantage."""
     zero, one = np.zeros(2, dtype=np.float32), np.ones(2, dtype=np.float32)
@@ -305,7 +310,11 @@ def main() -> None:
         by_peer = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         channel.send(
             wire.Failed(
-                error=type(error).__name__, message=str(error), traceback=traceback.format_exc(), by_peer=by_peer
+                error=type(error).__name__,
+                message=str(error),
+                traceback=traceback.format_exc(),
+                out_of_memory=out_of_memory(error),
+                by_peer=by_peer,
             )
         )
         sys.stdout.flush()

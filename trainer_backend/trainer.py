@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Literal
 
-import torch
 from loguru import logger
 from msgspec import Struct, field
 from torch import Tensor
 
-from molt_sdk.errors import MoltError, TrainingError
+from molt_sdk.errors import MoltError, TrainingError, TrainingMemoryError
 from molt_sdk.types import TrajectoryGroup
 from trainer_backend.batch import Row, make_rows, plan
 from trainer_backend.config import TrainerConfig
-from trainer_backend.launch import Launched
+from trainer_backend.launch import ADVICE, Launched
 from trainer_backend.loading import model_files, source_dtype
 from trainer_backend.optim import learning_rate
-from trainer_backend.rank import Rank
+from trainer_backend.rank import Rank, out_of_memory
 from trainer_backend.state import TrainerState, load_state
 from trainer_backend.weights import write_model_folder
 from trainer_backend.wire import Outcome, Setup, Work
@@ -120,11 +119,15 @@ class Trainer:
     def step(self, groups: Sequence[TrajectoryGroup], *, cancelled: Callable[[], bool] = _never) -> StepResult:
         """Train once on whole groups; blocks until done.
 
-        ``cancelled`` is asked before each forward pass and before the optimizer. Raises StepCancelled if it says so;
-        TrainingError, naming trajectory, turn and token, for a batch that must not be trained on, and for what does not
-        fit into memory in micro-batches of half the size either; SaveError, once, for a background save that failed,
-        before anything else. A batch without signal and a non-finite loss or gradient are no errors: the step is
-        skipped, with its reason. Only a completed step changes anything.
+        ``cancelled`` is asked before each forward pass and before the optimizer. A batch without signal and a non-finite
+        loss or gradient are no errors: the step is skipped, with its reason. Only a completed step changes anything.
+
+        Raises:
+            StepCancelled: ``cancelled`` said so.
+            TrainingError: the batch must not be trained on; names trajectory, turn and token.
+            TrainingMemoryError: it does not fit into memory; on one rank, not in micro-batches of half the size either.
+                Several ranks have ended then.
+            SaveError: a background save failed. Raised once, before anything else is done.
         """
         started = time.perf_counter()
         self._raise_failed_save(wait=False)
@@ -207,7 +210,7 @@ class Trainer:
         try:
             outcome = self._pass_on(rows, trained_tokens, cancelled)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if not _is_out_of_memory(error):
+            if not out_of_memory(error):
                 raise
         if outcome is None:  # tried again only here, because the exception keeps what it was raised in alive
             self._budget = max(1, self._budget // 2)
@@ -221,13 +224,12 @@ class Trainer:
         try:
             return self._pass_on(rows, trained_tokens, cancelled)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             longest = max(len(row.inputs) for row in rows)
-            raise TrainingError(
+            raise TrainingMemoryError(
                 f"out of memory even with micro-batches of {self._budget} tokens (the longest sample has {longest}). "
-                "Lower trainer.max_tokens_per_microbatch or the length of episodes, set "
-                f"trainer.activation_checkpointing=True or trainer.offload, or use more ranks. {error}"
+                f"{ADVICE}. {error}"
             ) from error
 
     def _pass_on(self, rows: Sequence[Row], trained_tokens: int, cancelled: Callable[[], bool]) -> Outcome:
@@ -266,8 +268,3 @@ class Trainer:
                     f"trajectory {row.trajectory_id}: token ids from {low} to {high}, but the model has "
                     f"{self.vocab_size} embeddings; was it sampled from another model?"
                 )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """On the CPU it is a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -129,6 +129,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag=True):
     """Name of the exception's class."""
     message: str
     traceback: str
+    out_of_memory: bool
     by_peer: bool
     """Whether this rank failed only because another one was gone."""
 

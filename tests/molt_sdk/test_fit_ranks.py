@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import molt_sdk as molt
-from molt_sdk.errors import TrainingError
+from molt_sdk.errors import TrainingError, TrainingMemoryError
 from tests.training import FALLING, fit
+from trainer_backend.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 TWO = molt.FitConfig(checkpoint_every=3, trainer=msgspec.structs.replace(FALLING, ranks=2))
@@ -64,3 +65,26 @@ def test_a_rank_that_dies_ends_the_run_which_resumes(pocket: str, tmp_path: Path
     whole = fit(pocket, tmp_path / "whole", steps=4, config=TWO)
     left, right = (load_file(r.dir / "model" / "model.safetensors") for r in (run, whole))
     assert all(bool((left[name] == right[name]).all()) for name in right)
+
+
+def test_ranks_that_run_out_of_memory_start_over_once_with_smaller_micro_batches(
+    pocket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In step 3, on which the ranks end; the run goes on from its records by itself. The second time is the last."""
+    step, sizes, limit = Trainer.step, [], [2048]
+
+    def short_of_memory(trainer: Trainer, groups: Any, **arguments: Any) -> Any:
+        if trainer.version >= 2 and trainer.config.max_tokens_per_microbatch > limit[0]:
+            trainer.close()
+            sizes.append(trainer.config.max_tokens_per_microbatch)
+            raise TrainingMemoryError("rank 1 of 2 failed: OutOfMemoryError")
+        return step(trainer, groups, **arguments)
+
+    monkeypatch.setattr(Trainer, "step", short_of_memory)
+    run = fit(pocket, tmp_path / "run", steps=4, config=TWO)
+    assert (sorted(run.batches), sizes) == ([1, 2, 3, 4], [4096])
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
+    limit[0] = 0
+    with pytest.raises(TrainingMemoryError):
+        fit(pocket, tmp_path / "run", steps=6, config=TWO, resume=True)
+    assert rank_processes() == []
