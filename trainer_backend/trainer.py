@@ -119,7 +119,7 @@ class Trainer:
     def step(self, groups: Sequence[TrajectoryGroup], *, cancelled: Callable[[], bool] = _never) -> StepResult:
         """Train once on whole groups; blocks until done.
 
-        ``cancelled`` is asked before each forward pass and before the optimizer. A batch without signal and a non-finite
+        ``cancelled`` is asked before each forward pass and before the optimizer. A batch without signal or a non-finite
         loss or gradient are no errors: the step is skipped, with its reason. Only a completed step changes anything.
 
         Raises:
