@@ -42,6 +42,7 @@ from molt_sdk.types import (
     TrajectoryGroup,
     Turn,
 )
+from trainer_backend.config import TrainerConfig
 
 __all__ = [
     "Certificate",
@@ -75,6 +76,7 @@ __all__ = [
     "Task",
     "TemplateError",
     "ToolCall",
+    "TrainerConfig",
     "TrainingError",
     "TrainingMemoryError",
     "Trajectory",

@@ -44,6 +44,8 @@ class Checkpoints:
         self._on_error = on_error
         self._saved = saved
         self._saving: Checkpoint | None = None
+        self.broken = False
+        """A save has failed and ends the run; another try would fail alike."""
 
     async def save(self, step: int, position: int) -> None:
         """Begin to save the weights after ``step``, unless they are saved or being saved; ``position``: where the task
@@ -97,9 +99,13 @@ class Checkpoints:
         lost, self._saving = self._saving, None
         if lost is None:
             raise error
+        message = f"after step {lost.step}, {error}"
+        if str(lost.path) not in message:
+            message = f"after step {lost.step}, the checkpoint {lost.path} was not saved: {error}"
         if self._on_error == "stop":
-            raise TrainingError(f"{error}; free some space and resume") from error
-        logger.error("{}; the run goes on and tries again when the next one is due (on_save_error='warn')", error)
+            self.broken = True
+            raise TrainingError(f"{message}; solve that and resume") from error
+        logger.error("{}; the run goes on and tries again when the next one is due (on_save_error='warn')", message)
 
     async def prune(self) -> None:
         """Delete all but the newest and the best one. Called by :meth:`wait`; after an evaluation, another may be the

@@ -6,6 +6,7 @@ Agents run as tasks of one event loop; the trainer has a thread of its own; the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections import Counter
@@ -55,6 +56,7 @@ from molt_sdk.store import Store
 from molt_sdk.tasks import TaskSource
 from molt_sdk.types import SamplingParams, Task, TrajectoryGroup
 from molt_sdk.workers import Worker, WorkerPool
+from trainer_backend.config import TrainerConfig
 
 if TYPE_CHECKING:
     from trainer_backend.trainer import StepResult, Trainer
@@ -193,6 +195,7 @@ fit = blocking(
         "sampling=SamplingParams({})": SamplingParams,
         "config=FitConfig({})": FitConfig,
         "config=FitConfig(rollout=RolloutConfig({}))": RolloutConfig,
+        "config=FitConfig(trainer=TrainerConfig({}))": TrainerConfig,
     },
 )
 
@@ -251,7 +254,7 @@ class _Job:
             )
             if isinstance(engine, str):
                 self.live_version = 0  # ours has just loaded the initial weights; the user's may hold any
-            self.trainer = await self.trainer_thread.run(self._load_trainer, checkpoint)
+            self.trainer = await self._start_trainer(checkpoint)
             cleanup.push_async_callback(self._on_trainer_thread, self.trainer.close)
             self.checkpoints = Checkpoints(
                 self.store,
@@ -287,7 +290,7 @@ class _Job:
 
     async def _save_at_exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Save the last completed weights; after an error, that error is the one to report."""
-        if not self.trainer.alive:
+        if not self.trainer.alive or self.checkpoints.broken:
             return
         try:
             await self.checkpoints.finish(self.step, self.position)
@@ -296,32 +299,51 @@ class _Job:
                 raise
             logger.error("{}", failure)
 
+    async def _start_trainer(self, checkpoint: Checkpoint | None) -> Trainer:
+        """Cancelled meanwhile, it leaves no process behind."""
+        loading = asyncio.ensure_future(self.trainer_thread.run(self._load_trainer, checkpoint))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            if self.config.trainer.ranks > 1:
+                from trainer_backend.launch import abandon_starts
+
+                abandon_starts()
+                with anyio.CancelScope(shield=True), contextlib.suppress(MoltError):
+                    await self._on_trainer_thread((await loading).close)
+            raise
+
     def _load_trainer(self, checkpoint: Checkpoint | None) -> Trainer:
         from trainer_backend.trainer import Trainer
 
         config, seed = trainer_config(self.config), self.config.seed
+        if config.ranks > 1:
+            self.display.note(f"starting {config.ranks} trainer processes")
         if checkpoint is None:
             return Trainer(self.config.model, config, seed=seed)
         self.step = checkpoint.step
         try:
             return Trainer.load(checkpoint.path, config, seed=seed)
         except (TrainingError, ModelPathError) as error:
-            raise TrainingError(
-                f"{error}. This is the newest checkpoint of the run; remove {checkpoint.path} to go on from the one "
-                "before, if there is one"
-            ) from error
+            earlier = [c.path.name for c in open_run(self.store.dir).checkpoints if c.step < checkpoint.step]
+            back = f"remove {checkpoint.path} to go on from {earlier[-1]}" if earlier else "there is no earlier one"
+            raise TrainingError(f"{error}. This is the newest checkpoint of the run; {back}") from error
 
     async def _resume(self, checkpoint: Checkpoint | None) -> None:
         """Go on where the records of this run end; those of a new run end where they begin."""
         fingerprint = self.trainer.fingerprint
         if fingerprint:  # the layout is chosen by measuring, and other weights may measure otherwise
-            fingerprint = fingerprint | {"layout": self.trainer.layout}
+            tokens = self.config.trainer.max_tokens_per_microbatch
+            fingerprint = fingerprint | {"layout": self.trainer.layout, "max_tokens_per_microbatch": tokens}
         self.done = await settle(self.store, checkpoint, fingerprint)
+        await self.checkpoints.prune()  # what a kill kept it from
         self.evaluated = set(self.done.evaluated)
         self.position = self.done.position
         self.buffer.start_at(self.position)
         if self.done.note:
             self.display.note(self.done.note)
+        elif self.step:
+            self.display.note(f"going on from step {self.step}")
 
     async def _train(self) -> None:
         first = self.step
@@ -604,6 +626,8 @@ def _open_store(directory: Path, resume: bool, agent: Agent, config: FitConfig) 
                 f"{directory} cannot be resumed with other settings: {'; '.join(changed)}. Use another run_dir"
             )
         return Store.resume(directory, config=settings), True
+    if resume:
+        logger.warning("resume: there is no run in {} yet; starting one", directory)
     if Store.is_run(directory):
         raise StoreError(f"{directory} holds another run; give resume=True to go on with it, or another run_dir")
     meta = {"kind": "fit", "policy": agent.policy_name, "environment": agent.environment_name}

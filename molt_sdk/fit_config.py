@@ -16,6 +16,8 @@ from trainer_backend.config import TrainerConfig
 
 EXTENDABLE = ("steps", "eval_every", "eval_group_size", "checkpoint_every", "keep_checkpoints", "on_save_error")
 """What may change when a run is resumed."""
+EXTENDABLE_TRAINER = ("ranks", "device", "offload", "activation_checkpointing", "max_tokens_per_microbatch")
+"""Of the trainer's settings: those that change speed and memory, and the result by rounding only."""
 
 
 class FitConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +89,8 @@ def trainer_config(config: FitConfig) -> TrainerConfig:
     trainer = config.trainer
     if trainer.schedule == "constant" or trainer.decay_steps is not None:
         return trainer
+    if trainer.warmup_steps > config.steps:
+        raise ConfigError(f"trainer.warmup_steps={trainer.warmup_steps} is more than steps={config.steps}")
     return msgspec.structs.replace(trainer, decay_steps=config.steps)
 
 
@@ -94,15 +98,18 @@ def changed_settings(before: dict[str, Any], settings: dict[str, Any]) -> list[s
     """What a resumed run must not change but would, by dotted name."""
     now = json.loads(json.dumps(settings))
     past, present = _decay_steps(before), _decay_steps(now)
-    if past != present and now["trainer"]["decay_steps"] is None and now["trainer"]["schedule"] != "constant":
+    falls = before["trainer"]["schedule"] == now["trainer"]["schedule"] != "constant"
+    if falls and past != present and now["trainer"]["decay_steps"] is None:
         return [
             f"the learning rate falls over the steps of the run, which were {past} and are {present}; to go on with "
             f"the same schedule, give trainer.decay_steps={past}"
         ]
     if past == present:  # written out or not, it is the same schedule
         before, now = ({**s, "trainer": {**s["trainer"], "decay_steps": past}} for s in (before, now))
+    free = tuple(f"trainer.{name} was " for name in EXTENDABLE_TRAINER)
     fixed = [name for name in now if name not in EXTENDABLE]
-    return [line for name in fixed for line in _changes(name, before.get(name), now[name])]
+    lines = [line for name in fixed for line in _changes(name, before.get(name), now[name])]
+    return [line for line in lines if not line.startswith(free)]
 
 
 def _decay_steps(settings: dict[str, Any]) -> int | None:

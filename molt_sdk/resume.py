@@ -21,6 +21,9 @@ from molt_sdk.run import TRAINER_STATE, Checkpoint, Run, open_run
 from molt_sdk.store import Store
 from molt_sdk.types import TrajectoryGroup
 
+SHOWN = 3
+"""Damaged checkpoints that are named, the newest; older ones were mostly pruned by the run itself."""
+
 
 class ResumePoint(Struct, frozen=True, kw_only=True):
     """What is left to do of a run, and what is done. Of a new run, nothing is."""
@@ -110,7 +113,7 @@ def _damaged(run: Run, *, after: int) -> list[str]:
     folder = run.dir / database.CHECKPOINTS
     named = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
     places = {step: path for step, path in (_recorded(run) | named).items() if step > after}
-    return [f"{path} {_state(path)}" for _, path in sorted(places.items())]
+    return [f"{path} {_state(path)}" for _, path in sorted(places.items())[-SHOWN:]]
 
 
 def _state(path: Path) -> str:

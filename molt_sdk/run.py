@@ -111,10 +111,11 @@ class Run:
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints on disk, oldest step first; also one that a killed run had no time to record."""
-        recorded = [self.dir / path for (path,) in self._rows("SELECT path FROM checkpoints WHERE NOT superseded")]
-        named = sorted((self.dir / database.CHECKPOINTS).glob("step-*"))
-        found = [checkpoint for folder in (*named, *recorded) if (checkpoint := read_checkpoint(folder)) is not None]
-        by_step = {c.step: c for c in found if c.path in recorded or c.path.name == f"step-{c.step}"}
+        rows = self._rows("SELECT step, path FROM checkpoints WHERE NOT superseded")
+        recorded = {(step, self.dir / path) for step, path in rows}
+        folders = {*(self.dir / database.CHECKPOINTS).glob("step-*"), *(path for _, path in recorded)}
+        found = [checkpoint for folder in sorted(folders) if (checkpoint := read_checkpoint(folder)) is not None]
+        by_step = {c.step: c for c in found if (c.step, c.path) in recorded or c.path.name == f"step-{c.step}"}
         return [by_step[step] for step in sorted(by_step)]
 
     @property

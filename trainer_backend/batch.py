@@ -141,7 +141,7 @@ def make_row(sample: Sample, advantage_of_turn: Floats) -> Row:
     for name, values, rule, bad in (
         ("rollout logprob", rollout_logprobs, "finite", ~np.isfinite(rollout_logprobs)),
         ("advantage", advantages, "finite", ~np.isfinite(advantages)),
-        ("temperature", temperatures, "finite and > 0", ~np.isfinite(temperatures) | (temperatures <= 0)),
+        ("temperature", temperatures, "finite and at least 1e-30", ~(temperatures >= 1e-30) | np.isinf(temperatures)),
     ):
         _refuse(trained & bad, values, turn_ids, token_ids, where, name, rule)
     return Row(

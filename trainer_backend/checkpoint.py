@@ -25,10 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
@@ -46,7 +47,7 @@ from trainer_backend.loading import (
 )
 from trainer_backend.optim import MOMENTS, new_state
 from trainer_backend.parallel import local
-from trainer_backend.state import STATE_FILE, TrainerState, load_state, state_json
+from trainer_backend.state import STATE_FILE, TrainerState, crc_of, load_state, state_json
 from trainer_backend.weights import (
     dtype_in_files,
     hidden_directory,
@@ -54,6 +55,7 @@ from trainer_backend.weights import (
     named_buckets,
     publish,
     write_model_folder,
+    write_tensors,
 )
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
@@ -130,29 +132,38 @@ class Saver:
 
     def _save(self, target: Path, staged: Staged, state: TrainerState) -> None:
         main = self._rank == 0
-        folder = self._together(lambda: hidden_directory(target) if main else None)
+        folder, *_ = self._together(lambda: hidden_directory(target, owned=True) if main else None)
         try:
-            self._together(lambda: self._write(folder, staged, state))
-            self._together(lambda: publish(folder, target) if main else None)
+            files = {
+                path: crc for written in self._together(lambda: self._write(folder, staged)) for path, crc in written
+            }
+            if main:
+                state = msgspec.structs.replace(state, files=files)
+            self._together(lambda: self._complete(folder, target, state) if main else None)
         except BaseException:
             if main:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _write(self, folder: Path, staged: Staged, state: TrainerState) -> None:
+    def _write(self, folder: Path, staged: Staged) -> list[tuple[str, int]]:
+        """This rank's files, with their checksums."""
         file = f"rank-{self._rank}.safetensors"
         for name in (MODEL, OPTIMIZER, RNG):
             (folder / name).mkdir(exist_ok=True)
         _write_pieces(folder / MODEL / file, staged.model)
         _write_pieces(folder / OPTIMIZER / file, staged.optimizer)
-        save_file(staged.rng, folder / RNG / file)
-        if self._rank == 0:
-            for name, content in self._files.items():
-                (folder / name).write_bytes(content)
-            (folder / STATE_FILE).write_text(state_json(state), encoding="utf-8")
+        write_tensors(folder / RNG / file, staged.rng)
+        paths = (f"{name}/{file}" for name in (MODEL, OPTIMIZER, RNG))
+        return [(path, crc_of(folder / path)) for path in paths if (folder / path).exists()]
+
+    def _complete(self, folder: Path, target: Path, state: TrainerState) -> None:
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
+        (folder / STATE_FILE).write_text(state_json(state), encoding="utf-8")
+        publish(folder, target)
 
     def _together(self, action: Callable[[], Any]) -> Any:
-        """Do ``action`` on every rank; rank 0's result. Raises TrainingError on all ranks if it failed on any."""
+        """Do ``action`` on every rank; the results of all. Raises TrainingError on all ranks if it failed on any."""
         result, error = None, ""
         try:
             result = action()
@@ -164,7 +175,7 @@ class Saver:
             dist.all_gather_object(everyone, (result, error), group=self._group)
         if errors := sorted({error for _, error in everyone if error}):
             raise TrainingError("; ".join(errors))
-        return everyone[0][0]
+        return [result for result, _ in everyone]
 
     @property
     def _rank(self) -> int:
@@ -181,6 +192,7 @@ def load(directory: str | os.PathLike[str], lm: nn.Module, optimizer: torch.opti
     """
     path = Path(directory)
     state = load_state(path)
+    _check_files(path, state)
     tensors = _tensors(lm)
     weights = _open(path / MODEL, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     trained = _trained(tensors, optimizer)
@@ -250,7 +262,24 @@ def _write_pieces(path: Path, pieces: dict[str, Piece]) -> None:
     if pieces:
         layout = {name: {SAVED_OFFSETS_KEY: piece.offsets} for name, piece in pieces.items()}
         metadata = {CUSTOM_METADATA_KEY: json.dumps(layout), "format": "pt"}
-        save_file({name: piece.block for name, piece in pieces.items()}, path, metadata=metadata)
+        write_tensors(path, {name: piece.block for name, piece in pieces.items()}, metadata)
+
+
+def _check_files(path: Path, state: TrainerState) -> None:
+    """Raise TrainingError if a file is not the one that was saved. Each rank looks at its share of them."""
+    grouped = dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    for name in sorted(state.files)[rank::ranks]:
+        try:
+            found = crc_of(path / name)
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            why = "is missing from the checkpoint" if gone else f"cannot be read: {error}"
+            raise TrainingError(f"{str(path / name)!r} {why}") from error
+        if found != state.files[name]:
+            raise TrainingError(
+                f"{str(path / name)!r} is not what was saved: its checksum differs; the file is damaged"
+            )
 
 
 def _open(folder: Path, shapes: dict[str, tuple[int, ...]]) -> TensorFiles:

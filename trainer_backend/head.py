@@ -171,20 +171,20 @@ class _Head(torch.autograd.Function):
                 total[rows] = total[rows] * decay + exp.sum(dim=-1)
                 maximum[rows] = now
         log_total = total.log()
-        normalizer = maximum + log_total
         entropy = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, bias, temperature, pair, token, normalizer)
+        # Maximum and log_total stay apart: where the logits share a large offset, their sum would round it away.
+        ctx.save_for_backward(hidden, weight, bias, temperature, pair, token, maximum, log_total)
         ctx.options = transform, fp32
         ctx.mark_non_differentiable(entropy)
-        return selected - normalizer[pair], entropy
+        return selected - maximum[pair] - log_total[pair], entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, temperature, pair, token, normalizer = ctx.saved_tensors
+        hidden, weight, bias, temperature, pair, token, maximum, log_total = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         blocks = _Blocks(hidden, weight, bias, temperature, pair, token, *ctx.options)
         grad = grads[0] * blocks.inverse_temperature[pair]
-        row_factor = torch.zeros_like(normalizer).index_add_(0, pair, grad).neg_()[:, None]
+        row_factor = torch.zeros_like(maximum).index_add_(0, pair, grad).neg_()[:, None]
         grad = grad[blocks.order]
         transform = blocks.transform
         slopes = blocks.buffer() if transform.softcap is not None else None
@@ -203,7 +203,8 @@ class _Head(torch.autograd.Function):
                     # d softcap / d z = scale * (1 - tanh^2)
                     slope = torch.div(logits, transform.softcap, out=_cut(slopes, logits.shape))
                     slope.square_().neg_().add_(1).mul_(transform.scale)
-                block = logits.mul_(blocks.inverse_temperature[rows, None]).sub_(normalizer[rows, None]).exp_()
+                block = logits.mul_(blocks.inverse_temperature[rows, None]).sub_(maximum[rows, None])
+                block.sub_(log_total[rows, None]).exp_()
                 block.mul_(row_factor[rows])
                 where, at, what = blocks.targets(row, column)
                 block.index_put_((at, what), grad[where], accumulate=True)

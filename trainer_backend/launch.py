@@ -41,6 +41,16 @@ GRACE = 10.0
 _KNOWN: dict[str, type[MoltError]] = {error.__name__: error for error in (ConfigError, ModelPathError, TrainingError)}
 
 
+_starting: set[Launched] = set()
+
+
+def abandon_starts() -> None:
+    """End the processes that are being started, from another thread than the one that waits for them."""
+    for launched in list(_starting):
+        if launched._process is not None:
+            launched._process.terminate()
+
+
 class Launched:
     """Has the methods of :class:`trainer_backend.rank.Rank`; ``step`` takes the parts of all ranks."""
 
@@ -49,14 +59,19 @@ class Launched:
         self.ranks = setup.config.ranks
         self._channels: list[wire.Channel] = []
         self._pids: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
         self._unread: Iterator[list[tuple[str, Tensor]]] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the processes)
+        self._folder = tempfile.TemporaryDirectory(prefix="molt-ranks-")
+        self._log = (Path(self._folder.name) / "output").open("w+b")
+        _starting.add(self)
         try:
             self._start()
             replies = self._ask([setup] * self.ranks)
         except BaseException:
             self.close()
             raise
+        finally:
+            _starting.discard(self)
         assert isinstance(replies[0], Ready)
         self.ready = replies[0]
 
@@ -94,10 +109,11 @@ class Launched:
             if self._channels:
                 with contextlib.suppress(TrainingError, subprocess.TimeoutExpired):
                     self._ask([wire.Close()] * self.ranks)
-                    self._process.wait(GRACE)
+                    self._wait()
         finally:
             self._kill()
             self._log.close()
+            self._folder.cleanup()
 
     def _start(self) -> None:
         # torchrun takes options from PET_*, which a scheduler may have set for jobs of its own.
@@ -113,16 +129,8 @@ class Launched:
         with socket.create_server(("127.0.0.1", 0), backlog=self.ranks) as server:
             environment[wire.ADDRESS] = f"127.0.0.1:{server.getsockname()[1]}"
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
-            command += [
-                "--nnodes",
-                "1",
-                "--max-restarts",
-                "0",
-                "--nproc-per-node",
-                str(self.ranks),
-                "-m",
-                "trainer_backend.rank",
-            ]
+            command += f"--nnodes 1 --nproc-per-node {self.ranks} --max-restarts 0".split()
+            command += ["--log-dir", self._folder.name, "-m", "trainer_backend.rank"]
             # In a session of its own: Ctrl-C in a terminal is for the driver, which ends the step properly first.
             self._process = subprocess.Popen(
                 command,
@@ -143,8 +151,8 @@ class Launched:
                 try:
                     connection, _ = server.accept()
                 except TimeoutError:
-                    if self._process.poll() is not None:
-                        raise TrainingError(f"the trainer's processes ended at start:\n{self._log_tail()}") from None
+                    if self._process is None or self._process.poll() is not None:
+                        raise TrainingError(f"the trainer's processes ended at start{_said(self._output())}") from None
                     continue
                 connection.settimeout(GRACE)  # a stranger who says nothing must not hold the start up
                 channel = wire.Channel(connection)
@@ -229,7 +237,7 @@ class Launched:
         failures = _own_failures(last)
         if not failures:  # killed: torchrun saw who was first, ends the others, and reports
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE)
+                self._wait()
         self._kill()
         if failures:
             rank, failed = next(iter(failures.items()))
@@ -239,13 +247,17 @@ class Launched:
             if failed.out_of_memory:
                 raise TrainingMemoryError(f"{what}. {ADVICE}")
             raise TrainingError(f"{what}\n{failed.traceback}")
-        tail = self._log_tail()
-        first = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", tail, re.DOTALL)
-        rank, code = (int(first[1]), int(first[2])) if first else (rank, 1)
+        report = self._output()
+        ended = [
+            (int(r), int(c)) for r, c in re.findall(r"rank\s*:\s*(\d+) .*?exitcode\s*:\s*(-?\d+)", report, re.DOTALL)
+        ]
+        # torchrun itself ends the others by SIGTERM; and one that was killed comes before those that noticed.
+        killed = [(r, c) for r, c in ended if c < 0 and c != -signal.SIGTERM]
+        rank, code = (killed or ended or [(rank, 1)])[-1]
         how = f"killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise TrainingError(
-            f"rank {rank} of {self.ranks} (process {self._pids[rank]}) was {how}, perhaps for want of memory; resume "
-            f"the run to go on from its newest checkpoint. The end of the ranks' output:\n{tail}"
+            f"rank {rank} of {self.ranks} (process {self._pids[rank]}) was {how}, perhaps for want of memory; go on "
+            f"with resume=True (--resume){_said(report)}"
         )
 
     def _kill(self) -> None:
@@ -253,18 +265,30 @@ class Launched:
         for channel in self._channels:
             channel.close()
         self._channels = []
-        process = getattr(self, "_process", None)
-        if process is None:
+        if self._process is None:
             return
-        for stop in (lambda: None, process.terminate, process.kill):
-            stop()
+        for signal_ in (None, signal.SIGTERM, signal.SIGKILL):
+            if signal_ is not None:
+                self._process.send_signal(signal_)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
-                break
+                self._wait()
+                return
 
-    def _log_tail(self, lines: int = 30) -> str:
+    def _wait(self) -> None:
+        """For torchrun to end. Raises TimeoutExpired."""
+        if self._process is not None:
+            self._process.wait(GRACE)
+
+    def _output(self) -> str:
+        """What the ranks and torchrun have written."""
         self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-lines:])
+        return self._log.read().decode(errors="replace")
+
+
+def _said(report: str, lines: int = 30) -> str:
+    """The end of what the ranks wrote, without what torchrun has to say of it."""
+    own = re.split(r"^[WEI]\d{4} .*torch/distributed/", report, maxsplit=1, flags=re.MULTILINE)[0].strip()
+    return "; their last words:\n" + "\n".join(own.splitlines()[-lines:]) if own else ""
 
 
 def _readable(channels: dict[int, wire.Channel], timeout: float | None) -> list[int]:

@@ -46,7 +46,8 @@ def pick_device(name: str, *, local_rank: int = 0, local_ranks: int = 1) -> torc
     index = device.index if device.index is not None else local_rank
     if max(index + 1, local_ranks) > count:
         wanted = f"device={name!r}" + (f" and ranks={local_ranks}" if local_ranks > 1 else "")
-        raise ConfigError(f"trainer: {wanted}, but torch sees {count} CUDA devices; use device='cpu' or fewer ranks")
+        way_out = "'cpu', a lower index or fewer ranks" if count else "'cpu'"
+        raise ConfigError(f"trainer: {wanted}, but torch sees {count} CUDA devices; use {way_out}")
     return torch.device("cuda", index)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,8 @@ class TrainerState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Steps that AdamW's moments have seen; 0.0 before the first."""
     fingerprint: dict[str, str | int] = {}
     """Of the trainer that saved: re-training the same batches with an equal one gives the same bits."""
+    files: dict[str, int] = {}
+    """CRC-32 of each file that holds tensors, by its path in the folder."""
     config: TrainerConfig
 
 
@@ -57,6 +60,15 @@ def load_state(directory: str | os.PathLike[str]) -> TrainerState:
         ) from error
     except (msgspec.ValidationError, ValueError) as error:
         raise TrainingError(f"{str(path)!r} is not a trainer state that this release reads: {error}") from error
+
+
+def crc_of(path: Path) -> int:
+    """CRC-32 of a file's content. Raises OSError."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def state_json(state: TrainerState) -> str:

@@ -22,6 +22,7 @@ from trainer_backend.config import TrainerConfig
 from trainer_backend.launch import ADVICE, Launched
 from trainer_backend.loading import model_files, source_dtype
 from trainer_backend.optim import learning_rate
+from trainer_backend.parallel import pick_device
 from trainer_backend.rank import Rank, out_of_memory
 from trainer_backend.state import TrainerState, load_state
 from trainer_backend.weights import write_model_folder
@@ -106,6 +107,8 @@ class Trainer:
         return trainer
 
     def _start(self, setup: Setup) -> None:
+        # Before processes are started. Each rank picks its own; the last one shows whether there are enough.
+        pick_device(setup.config.device, local_rank=setup.config.ranks - 1, local_ranks=setup.config.ranks)
         self.config = setup.config
         self._files = model_files(setup.model)  # kept, as a checkpoint is deleted when there are newer ones
         self.version = self.skipped_steps = 0
@@ -164,6 +167,7 @@ class Trainer:
     def weights(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole CPU tensor), gathered a bucket at a time; tied weights once. What is handed out is
         a copy that no later step changes. Read it to the end before anything else is asked of the trainer."""
+        self._check_open()
         for bucket in self._ranks.buckets(dtype):
             yield from bucket
 
@@ -192,6 +196,7 @@ class Trainer:
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write a model folder for transformers and vLLM, in the dtype that the source's config names; all or nothing.
         Raises OSError."""
+        self._check_open()
         dtype = source_dtype(self._files)
         tensors = (named for bucket in self._ranks.buckets(str(dtype).removeprefix("torch.")) for named in bucket)
         write_model_folder(directory, self._files, tensors, dtype)
@@ -255,13 +260,20 @@ class Trainer:
         return self._ranks.step(works, cancelled)
 
     def _raise_failed_save(self, *, wait: bool) -> None:
+        self._check_open()
         error = self._ranks.saved(wait=wait)
         if error:
             self._ranks.saved(wait=True)  # ranks learn of it one after the other: let all have told it
             raise SaveError(error)
 
+    def _check_open(self) -> None:
+        if not self.alive:
+            raise TrainingError(
+                "the trainer is closed, or its processes have ended; load the newest checkpoint into a new one"
+            )
+
     def _check_rows(self, rows: Sequence[Row]) -> None:
-        for row in rows:
+        for row in filter(lambda row: len(row.token_ids), rows):
             low, high = row.token_ids.min(), row.token_ids.max()
             if low < 0 or high >= self.vocab_size:
                 raise TrainingError(

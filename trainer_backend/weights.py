@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -110,7 +111,7 @@ def write_model_folder(
         parts: list[list[str]] = []
         total = 0
         for part in _parts(tensors, file_bytes):
-            save_file(part, folder / _part_name(len(parts)), metadata={"format": "pt"})
+            write_tensors(folder / _part_name(len(parts)), part, {"format": "pt"})
             parts.append(list(part))
             total += sum(tensor.nbytes for tensor in part.values())
         if len(parts) == 1:
@@ -138,14 +139,20 @@ def new_directory(target: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def hidden_directory(target: Path) -> Path:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file. Raises OSError for whatever went wrong."""
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def hidden_directory(target: Path, *, owned: bool = False) -> Path:
     """Make the empty folder in which what will be ``target`` is written. Raises FileExistsError where something stands
-    that is neither empty nor a model folder or checkpoint, since it will be replaced."""
+    that is neither empty nor a model folder, since it will be replaced; not if the place is ``owned``."""
     known = any((target / name).is_file() for name in (CONFIG_FILE, NAMES_FILE))
-    if target.exists() and not known and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(
-            f"{str(target)!r} exists and is no model folder or checkpoint; give a folder that does not exist yet"
-        )
+    if not owned and target.exists() and not known and not (target.is_dir() and not any(target.iterdir())):
+        raise FileExistsError(f"{str(target)!r} exists and is no model folder; give a folder that does not exist yet")
     folder = target.absolute().with_name(f".{target.name}.new-{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     return folder

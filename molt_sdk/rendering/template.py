@@ -84,6 +84,12 @@ def check_model_path(path: str) -> None:
             f"model={str(path)!r} is not a directory; give the path of a local model directory (config.json, "
             "tokenizer.json, *.safetensors)"
         )
+    for name, kind in (("trainer.json", "a checkpoint"), ("run.sqlite", "a run")):
+        if (directory / name).is_file():
+            raise ModelPathError(
+                f"model={path!r} is {kind}, not a model; the trained model is in the folder model of its run, and "
+                "`molt-sdk export RUN OUT --step N` makes one of a checkpoint"
+            )
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise ModelPathError(f"model directory {directory} has no {name}; save the model with its tokenizer first")

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import molt_sdk as molt
 from molt_sdk.checkpoints import Checkpoints
+from molt_sdk.errors import ConfigError, ModelPathError
 from molt_sdk.store import Store
 from molt_sdk.testing import ScriptedEngine
 from tests.training import FALLING, arguments, chatter, fit, moody, state_hash
@@ -413,7 +415,7 @@ def test_a_checkpoint_with_a_damaged_tensor_file_is_named(
     newest = tmp_path / "run" / "checkpoints" / "step-6"
     for file in (newest / "model").iterdir():
         file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(molt.TrainingError, match=rf"remove {newest} to go on from the one before"):
+    with pytest.raises(molt.TrainingError, match=rf"remove {newest} to go on from step-3"):
         fit(pocket, tmp_path / "run", resume=True)
     shutil.rmtree(newest)
     check_history(fit(pocket, tmp_path / "run", resume=True), unbroken)
@@ -423,15 +425,15 @@ def fill_disk(patch: pytest.MonkeyPatch, *steps: int) -> None:
     """Writing tensors of these checkpoints fails half-way."""
     from trainer_backend import checkpoint
 
-    save_file = checkpoint.save_file
+    write_tensors = checkpoint.write_tensors
 
-    def full(tensors: Any, path: Path, *args: Any, **options: Any) -> None:
+    def full(path: Path, tensors: Any, *args: Any) -> None:
         if any(f".step-{step}." in str(path) for step in steps):
             path.write_bytes(b"torn")
             raise OSError(28, "No space left on device")
-        save_file(tensors, path, *args, **options)
+        write_tensors(path, tensors, *args)
 
-    patch.setattr(checkpoint, "save_file", full)
+    patch.setattr(checkpoint, "write_tensors", full)
 
 
 def test_f112_f113_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(
@@ -439,7 +441,7 @@ def test_f112_f113_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(
 ) -> None:
     with monkeypatch.context() as patch:
         fill_disk(patch, 6, 7)
-        with pytest.raises(molt.TrainingError, match=r"weights after step 6 could not be saved to .*step-6.*No space"):
+        with pytest.raises(molt.TrainingError, match=r"after step 6, .*step-6. was not saved: .*No space"):
             fit(pocket, tmp_path / "run")
     run = molt.open_run(tmp_path / "run")
     assert [c.step for c in run.checkpoints] in ([3], [3, 8])  # 8: if it failed so late that all steps were done
@@ -459,10 +461,10 @@ def test_f112_a_run_may_go_on_without_the_checkpoint_but_not_without_the_last_on
     assert [c.step for c in run.checkpoints] == [6, 8]
     check_history(run, unbroken)
     (line,) = said
-    assert re.search(r"step 3 could not be saved.*No space left.*the run goes on", line)
+    assert re.search(r"after step 3, .* was not saved.*No space left.*the run goes on", line)
     with monkeypatch.context() as patch:
         fill_disk(patch, 8)
-        with pytest.raises(molt.TrainingError, match="step 8 could not be saved"):
+        with pytest.raises(molt.TrainingError, match=r"after step 8, .* was not saved"):
             fit(pocket, tmp_path / "last", config=config)
     check_history(fit(pocket, tmp_path / "last", resume=True), unbroken)
 
@@ -490,6 +492,25 @@ def test_the_trained_model_can_be_loaded_and_is_replaced_by_that_of_the_resumed_
 
 
 # Settings
+
+
+def test_what_changes_speed_and_memory_only_may_change_on_resume(pocket: str, tmp_path: Path) -> None:
+    fit(pocket, tmp_path / "run", steps=2)
+    frugal = msgspec.structs.replace(
+        FALLING, max_tokens_per_microbatch=64, activation_checkpointing=True, offload="optimizer", device="cpu"
+    )
+    run = fit(pocket, tmp_path / "run", steps=3, resume=True, config=molt.FitConfig(trainer=frugal))
+    assert sorted(run.batches) == [1, 2, 3]
+    cosine = msgspec.structs.replace(FALLING, schedule="cosine", ranks=2)
+    with pytest.raises(ConfigError, match=r"settings: trainer\.schedule was 'linear' and is 'cosine'\. Use"):
+        fit(pocket, tmp_path / "run", steps=3, resume=True, config=molt.FitConfig(trainer=cosine))
+
+
+def test_a_run_or_checkpoint_is_no_model_and_says_where_one_is(pocket: str, tmp_path: Path) -> None:
+    run = fit(pocket, tmp_path / "run", steps=1)
+    for path, kind in ((run.dir, "a run"), (run.checkpoints[-1].path, "a checkpoint")):
+        with pytest.raises(ModelPathError, match=f"is {kind}, not a model; .*molt-sdk export"):
+            fit(str(path), tmp_path / "other", steps=1, engine="torch")
 
 
 def test_f115_a_longer_run_keeps_its_schedule_only_if_told_so(pocket: str, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def a_lost_file_is_noticed(work: Path) -> None:
     if dist.get_rank() == 0:
         (target / "model" / "rank-0.safetensors").unlink()
     dist.barrier()
-    with pytest.raises(TrainingError, match=r"model'.*(missing|gone|do not fit)"):
+    with pytest.raises(TrainingError, match=r"missing|gone|do not fit"):
         checkpoint.load(target, lm, optimizer)
 
 

@@ -143,7 +143,7 @@ def test_f113_a_failed_save_is_told_once_and_harms_nothing(
 
     saver = Saver(None, model_files(model))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full_disk)
+        patch.setattr(checkpoint, "write_tensors", full_disk)
         saver.start(tmp_path / "step-2", stage(*trained), state(step=2))
         assert started.wait(60)
         assert saver.failure() == ""
@@ -165,9 +165,9 @@ def test_an_earlier_save_is_waited_for(
     order: list[str] = []
     publish, write = checkpoint.publish, Saver._write
 
-    def note_start(saver: Saver, folder: Path, staged: Any, of: TrainerState) -> None:
-        order.append(f"start {of.step}")
-        write(saver, folder, staged, of)
+    def note_start(saver: Saver, folder: Path, staged: Any) -> Any:
+        order.append(f"start {folder.name.split('.')[1]}")
+        return write(saver, folder, staged)
 
     def note_end(folder: Path, target: Path) -> None:
         publish(folder, target)
@@ -179,7 +179,7 @@ def test_an_earlier_save_is_waited_for(
     for step in (1, 2):
         saver.start(tmp_path / f"step-{step}", stage(*trained), state(step=step))
     saver.wait()
-    assert order == ["start 1", "end step-1", "start 2", "end step-2"]
+    assert order == ["start step-1", "end step-1", "start step-2", "end step-2"]
 
 
 def test_a_checkpoint_is_replaced_as_a_whole(trained: Trained, model: str, tmp_path: Path) -> None:
@@ -276,10 +276,10 @@ def test_a_truncated_file_is_named(trained: Trained, model: str, tmp_path: Path)
     assert save(tmp_path / "step-1", trained, model) == ""
     file = tmp_path / "step-1" / "optimizer" / "rank-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(TrainingError, match=r"optimizer/rank-0\.safetensors' is damaged"):
+    with pytest.raises(TrainingError, match=r"optimizer/rank-0\.safetensors' is not what was saved"):
         load(tmp_path / "step-1", *fresh(model))
     file.unlink()
-    with pytest.raises(TrainingError, match=r"no '.*optimizer/\*\.safetensors'"):
+    with pytest.raises(TrainingError, match=r"optimizer/rank-0\.safetensors' is missing"):
         load(tmp_path / "step-1", *fresh(model))
 
 
@@ -293,6 +293,8 @@ def test_tensors_that_do_not_fit_are_listed(
     norm, embedding = f"model.norm.weight{suffix}", f"model.embed_tokens.weight{suffix}"
     tensors[f"decoder.{norm}"] = tensors.pop(norm)
     save_file({**tensors, embedding: torch.zeros(3)}, file)
+    state_file = tmp_path / "step-1" / "trainer.json"
+    state_file.write_text(json.dumps(json.loads(state_file.read_text()) | {"files": {}}))
     with pytest.raises(TrainingError) as raised:
         load(tmp_path / "step-1", *fresh(model))
     message = str(raised.value)
@@ -397,3 +399,29 @@ def test_one_rank_reads_what_several_wrote(four_ranks: object, work: Path, ranks
     assert_same(everything(*resumed), load_file(work / f"expected-of-saved-by-{ranks}"))
     export_checkpoint(work / f"saved-by-{ranks}", work / "one-rank", torch.float32)
     assert torch.equal(logits(reference(work / "one-rank")), logits(resumed[0]))
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "rng"])
+def test_one_changed_byte_or_a_file_of_another_checkpoint_is_noticed(
+    trained: Trained, model: str, tmp_path: Path, part: str
+) -> None:
+    assert save(tmp_path / "step-1", trained, model) == ""
+    train(*trained)
+    torch.rand(1)
+    assert save(tmp_path / "step-2", trained, model) == ""
+    file = tmp_path / "step-2" / part / "rank-0.safetensors"
+    good = file.read_bytes()
+    changed = good[:-1] + bytes([good[-1] ^ 1])
+    for content in (changed, (tmp_path / "step-1" / part / "rank-0.safetensors").read_bytes()):
+        file.write_bytes(content)
+        with pytest.raises(TrainingError, match=rf"{part}/rank-0\.safetensors' is not what was saved"):
+            load(tmp_path / "step-2", *fresh(model))
+    file.write_bytes(good)
+    load(tmp_path / "step-2", *fresh(model))
+
+
+def test_a_place_of_the_run_is_replaced_whatever_is_left_there(trained: Trained, model: str, tmp_path: Path) -> None:
+    (tmp_path / "step-1" / "model").mkdir(parents=True)
+    (tmp_path / "step-1" / "model" / "rank-0.safetensors").touch()
+    assert save(tmp_path / "step-1", trained, model) == ""
+    load(tmp_path / "step-1", *fresh(model))

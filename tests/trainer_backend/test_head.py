@@ -188,3 +188,14 @@ def test_no_tensor_of_tokens_times_vocabulary(dtype: torch.dtype, transform: Log
     with LargestTensor() as largest:  # the recorder sees what is there to see
         case.run(reference, False)
     assert largest.elements >= 80 * 60_000
+
+
+def test_a_large_common_offset_of_the_logits_is_not_rounded_away() -> None:
+    """As with ``log_softmax``: what all logits share cancels, and no digits go with it."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 16), torch.randn(50, 16)
+    pair, token = torch.arange(7), torch.arange(7) * 7
+    bias = torch.full((50,), 2.0**13)  # exact in float32, as are the sums up to 2^-10
+    exact = (hidden @ weight.T + bias).double().log_softmax(-1)[pair, token]
+    found = target_stats(hidden, weight, bias, torch.ones(7), pair, token)
+    torch.testing.assert_close(found.logprobs.double(), exact, rtol=0, atol=1e-5)
