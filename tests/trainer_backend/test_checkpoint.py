@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +350,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert save(work / "saved-by-1", trained, work / "tied") == ""
     save_file(everything(*trained), work / "expected-of-saved-by-1")
     return work
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_stays() -> Iterator[None]:
+    """The server that ranks are forked from would live as long as the tests, and a moment longer."""
+    yield
+    server: Any = forkserver._forkserver
+    server._stop()
 
 
 def outcome(ranks: int, work: Path) -> tuple[set[str], str]:
