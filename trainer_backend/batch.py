@@ -313,7 +313,8 @@ def _sort_key(row: Row) -> tuple[bytes, str, int]:
 
 
 def encode_array(value: Any) -> tuple[str, memoryview]:
-    """``enc_hook`` of msgspec for messages that hold rows: an array is (dtype, its bytes)."""
+    """``enc_hook`` of msgspec for messages that hold rows: an array is (dtype, its bytes). Anything else is a
+    mistake of the caller, and NotImplementedError is how msgspec's hooks say that they do not know a type."""
     if isinstance(value, np.ndarray) and value.ndim == 1 and not value.dtype.hasobject:
         return value.dtype.str, np.ascontiguousarray(value).data.cast("B")
     raise NotImplementedError(f"{type(value).__name__} has no place in a message")

@@ -15,6 +15,7 @@ makes of it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -46,12 +47,11 @@ from trainer_backend.loading import (
     source_dtype,
 )
 from trainer_backend.optim import MOMENTS, new_state
-from trainer_backend.parallel import local
+from trainer_backend.parallel import local, rank_of_ranks
 from trainer_backend.state import STATE_FILE, TrainerState, crc_of, load_state, state_json
 from trainer_backend.weights import (
     dtype_in_files,
     hidden_directory,
-    is_main_rank,
     named_buckets,
     publish,
     write_model_folder,
@@ -134,11 +134,8 @@ class Saver:
         main = self._rank == 0
         folder, *_ = self._together(lambda: hidden_directory(target, owned=True) if main else None)
         try:
-            files = {
-                path: crc for written in self._together(lambda: self._write(folder, staged)) for path, crc in written
-            }
-            if main:
-                state = msgspec.structs.replace(state, files=files)
+            written = self._together(lambda: self._write(folder, staged))
+            state = msgspec.structs.replace(state, files=dict(itertools.chain(*written)))
             self._together(lambda: self._complete(folder, target, state) if main else None)
         except BaseException:
             if main:
@@ -249,7 +246,7 @@ def _pieces(tensors: dict[str, Tensor]) -> dict[str, Piece]:
     """Copies of what this rank holds; whole tensors are held by all, and written by the first."""
     pieces = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) or is_main_rank():
+        if isinstance(tensor, DTensor) or rank_of_ranks()[0] == 0:
             block = local(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)
             if block.numel():
                 pieces[name] = Piece(block, local_offsets(tensor))
@@ -267,8 +264,7 @@ def _write_pieces(path: Path, pieces: dict[str, Piece]) -> None:
 
 def _check_files(path: Path, state: TrainerState) -> None:
     """Raise TrainingError if a file is not the one that was saved. Each rank looks at its share of them."""
-    grouped = dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    rank, ranks = rank_of_ranks()
     for name in sorted(state.files)[rank::ranks]:
         try:
             found = crc_of(path / name)
@@ -302,8 +298,7 @@ def _rng_state() -> dict[str, Tensor]:
 
 def _restore_rng(folder: Path) -> None:
     """Each rank's own; with another number of ranks nothing, as no rank goes on where one has stopped."""
-    grouped = dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    rank, ranks = rank_of_ranks()
     if len(list(folder.glob("rank-*.safetensors"))) != ranks:
         return
     path = folder / f"rank-{rank}.safetensors"

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from msgspec import Struct, structs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +27,7 @@ from trainer_backend.attention import TREE_ATTENTION, TreeLayout, tree_attention
 from trainer_backend.batch import Forest, Ints, Row, build_forest, common_prefix
 from trainer_backend.head import IDENTITY, LogitTransform, TargetStats, target_stats
 from trainer_backend.loading import quiet_transformers
+from trainer_backend.parallel import max_over_ranks
 
 Layout: TypeAlias = Literal["tree", "chain", "padded"]
 WantedLayout: TypeAlias = Literal["auto", "tree", "chain"]
@@ -264,9 +264,7 @@ class _Check:
             if isinstance(self.policy, FSDPModule):
                 self.policy.reset_iter_state()
             failure = f"{type(error).__name__}: {error}"
-        failed = torch.tensor(float(bool(failure)), device=self.device)
-        if dist.is_initialized():
-            dist.all_reduce(failed, dist.ReduceOp.MAX)
+        failed = max_over_ranks(torch.tensor(float(bool(failure))))
         return failure or ("differs on another rank" if failed.item() else "")
 
     def _attend(self, attention: str) -> None:

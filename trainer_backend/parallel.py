@@ -136,10 +136,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def rank_of_ranks() -> tuple[int, int]:
+    """This process's rank, and how many there are; (0, 1) where no group was made."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The elementwise sum over all ranks (collective), on the CPU in float64."""
     values = values.to("cpu", torch.float64)
-    if dist.get_world_size() > 1:
+    if rank_of_ranks()[1] > 1:
         dist.all_reduce(values)
     return values
 
@@ -147,6 +152,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def max_over_ranks(values: Tensor) -> Tensor:
     """The elementwise maximum over all ranks (collective), on the CPU in float64."""
     values = values.to("cpu", torch.float64)
-    if dist.get_world_size() > 1:
+    if rank_of_ranks()[1] > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values

@@ -180,7 +180,7 @@ class Rank:
 
     def _any(self, flag: bool) -> bool:
         """Whether any rank says so. The driver's cancellation reaches the ranks at different moments."""
-        return bool(max_over_ranks(torch.tensor(float(flag)))) if dist.get_world_size() > 1 else flag
+        return bool(max_over_ranks(torch.tensor(float(flag))))
 
 
 class _Tally:

@@ -34,7 +34,7 @@ from trainer_backend.loading import (
     aliases,
     model_files,
 )
-from trainer_backend.parallel import local
+from trainer_backend.parallel import local, rank_of_ranks
 
 BUCKET_BYTES = 256 << 20
 FILE_BYTES = 2 << 30
@@ -52,7 +52,7 @@ def weight_buckets(lm: Any, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
     asked for, and on the model's device the largest tensor.
     """
     tensors = lm.state_dict(keep_vars=True)
-    main = is_main_rank()
+    main = rank_of_ranks()[0] == 0
 
     def fetch(name: str) -> Tensor | None:
         whole = _whole(tensors[name].detach(), dtype_in_files(lm, name, tensors[name], dtype))
@@ -183,10 +183,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def is_main_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ def test_rows_cross_a_process_border_bit_by_bit() -> None:
 def test_only_arrays_are_encoded_beside_what_msgspec_knows() -> None:
     encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
     for value in (object(), np.array([object()]), np.float32(1.0)):
-        with pytest.raises((NotImplementedError, TypeError), match="message"):
+        with pytest.raises(NotImplementedError, match="message"):
             encoder.encode([value])
 
 
